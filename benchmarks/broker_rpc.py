@@ -4,15 +4,18 @@
 
 The broker is a real process on an emulated machine of 16 devices. Each session is a real process
 with its own connection. The baseline is a bare asyncio echo server on a unix socket, in its own
-process. The same client code calls it in the same run.
+process. In the same run, the same client code calls the broker and the echo server.
 
-``hold_drop`` is the time of a cell's messages on an attached session. The session sends a hold, a
-drop and a ping. The broker answers only the ping, after it has handled the hold and the drop.
-``grant`` is the time from the hold of a detached session to its answer. The slice comes from free
-memory, and the time includes the journal. Its baseline is ``cold_ping``: each session's process
-sends one ping, one process after the other. This wakes as many processes as the grants do, but the
-broker decides nothing. The cost at rest is the cost of the broker and its children with a thousand
-idle sessions on 8 devices.
+``hold_drop`` is the time of the messages that an attached session sends for one cell. The session
+sends a hold, a drop and a ping. The broker answers only the ping, after it has handled the hold and
+the drop.
+
+``grant`` is the time from the hold of a detached session to the broker's answer. The pool grants
+the slice from free memory. The time includes the writing of the journal. The baseline of ``grant``
+is ``cold_ping``: the sessions' processes send one ping each, one process after the other. The
+pings wake as many processes as the grants do, but the broker makes no decision.
+
+``at_rest`` is the cost of the broker and its children with a thousand idle sessions on 8 devices.
 """
 
 from __future__ import annotations
@@ -40,11 +43,13 @@ from jupyter_gpupool.client import Client
 MiB = 1 << 20
 DEVICES = 16
 
-#: A grant may take at most this many milliseconds (p99, end to end) with this many sessions.
+#: The most milliseconds that a grant may take (p99, end to end), and the number of sessions of the
+#: step that this limit applies to.
 GRANT_BUDGET_MS, GRANT_SESSIONS = 2.0, 300
 
-#: Limits of the broker and its children at rest: bytes (PSS), and CPU time as a share of one core.
-#: The last line has the number of idle sessions and of devices for which the limits apply.
+#: Limits for the broker and its children together, while all sessions are idle. MEMORY_BUDGET is in
+#: bytes (PSS). CPU_BUDGET is a share of one core. The benchmark measures both with IDLE_SESSIONS
+#: sessions on IDLE_DEVICES devices.
 MEMORY_BUDGET = 500e6
 CPU_BUDGET = 0.01
 IDLE_SESSIONS, IDLE_DEVICES = 1000, 8
@@ -227,7 +232,7 @@ def timed(act: Callable[[], Any]) -> float:
 
 
 class Member:
-    """A forked process that is one session, controlled through a pipe."""
+    """A forked process that acts as one session, and obeys commands from a pipe."""
 
     def __init__(self, path: Path, server: Client, number: int) -> None:
         answer = server.call("open", kernel_id=f"k{number}", label=f"n{number}", timeout=60)
@@ -347,7 +352,7 @@ def measure_rest(path: Path, pid: int, count: int) -> dict[str, Any]:
             while len(members) < count:
                 members.append(Member(path, server, len(members)))
         for member in members:
-            member.do("ping")  # the answer proves that the broker has handled the hello
+            member.do("ping")  # each session sends its ping after the broker has answered its hello
         family = [pid, *children(pid)]
         begun, used = time.monotonic(), sum(map(cpu, family))
         time.sleep(10)
@@ -366,7 +371,7 @@ def measure_rest(path: Path, pid: int, count: int) -> dict[str, Any]:
 
 
 def measure_step(path: Path, pid: int, members: Sequence[Member], rounds: int) -> dict[str, Any]:
-    """Return the figures with these sessions; detach all sessions at the end."""
+    """Measure the broker with these sessions, then detach them; return the figures."""
     grants: list[float] = []
     spent = 0.0
     wanted = min(rounds, max(GRANTS, len(members)))
@@ -385,8 +390,8 @@ def measure_step(path: Path, pid: int, members: Sequence[Member], rounds: int) -
         "hold_drop": summary(hold_drop),
         "cold_ping": summary(cold),
         "grant": summary(grants),
-        #: The broker's CPU time during the grants, divided by their number. It includes the
-        #: broker's other work during the grants.
+        #: The broker's CPU time while it granted slices, divided by the number of grants. The
+        #: broker's other work in this time counts, too.
         "grant_cpu_us": spent / len(grants) * 1e6,
     }
     all_give_back(members)

@@ -4,16 +4,17 @@
 
 Five kernels run at the same time and take turns in random order, one ``pass`` cell each:
 
-- *plain* and *plain again*: ipykernel. The difference between these two is the noise of all other
-  differences.
+- *plain* and *plain again*: two plain ipykernels. The difference between them is noise. It shows
+  how exact the other differences are.
 - *attached*: a kernel with policy ``lazy`` (the default), a slice, a context and device memory.
-- *without CUDA*: a kernel with policy ``lazy`` and no CUDA call. The broker counts its messages.
-- *per cell*: a kernel with a slice and policy ``cell``, which takes a hold for each cell.
+- *without CUDA*: a kernel with policy ``lazy`` that makes no CUDA call. The result has the number
+  of messages that this kernel sends to the broker.
+- *per cell*: a kernel with a slice and policy ``cell``. It takes a hold for each cell.
 
-A round trip ends when the client has the reply and the kernel is idle again. The difference at p50
-is the median, over all rounds, of the difference within a round. The difference at p99 is the p99
-of the kernel minus the p99 of plain ipykernel. The agent's own work for a cell is measured inside
-the kernels, where no other process disturbs it.
+A round trip ends when the client has the reply and the kernel is idle again. For p50, the benchmark
+subtracts the time of *plain* from the kernel's time in each round, and takes the median of these
+differences. For p99, it subtracts the p99 of *plain* from the p99 of the kernel. The agent's own
+work for a cell is measured inside the kernel, where no other process disturbs it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
-#: A cell may take at most this many milliseconds longer than a cell of plain ipykernel.
+#: The most milliseconds that a cell may take longer than a cell of *plain*: for *attached* at p50
+#: and at p99, and for *without CUDA* at p50.
 ATTACHED_P50_MS, ATTACHED_P99_MS, CPU_P50_MS = 0.05, 0.5, 0.05
 
-#: Makes a context and allocates a little device memory. The kernel keeps both.
+#: The code of a cell: it makes a context and allocates 1 MiB of device memory, and keeps both.
 ATTACH = """
 from cuda.bindings import driver
 def call(answer):
@@ -45,7 +47,7 @@ call(driver.cuCtxSetCurrent(call(driver.cuDevicePrimaryCtxRetain(call(driver.cuD
 kept = call(driver.cuMemAlloc(1 << 20))
 """
 
-#: Runs in a kernel: prints the microseconds that the agent's gate adds to one cell.
+#: The code of a cell: it prints the microseconds (p50 and p99) that the agent adds to one cell.
 INSIDE = """
 import time
 from jupyter_gpupool.kernel import _agents
@@ -119,7 +121,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     plain = took["plain"]
     more = {
         name: {
-            # Compare cells of the same round, because other work on the machine slows both alike.
+            # Subtract within each round: other work on the machine slows all cells of a round.
             "p50_ms": median(mine - base for mine, base in zip(values, plain, strict=True)),
             "p99_ms": percentile(values, 99) - percentile(plain, 99),
         }
@@ -149,7 +151,7 @@ def sessions(client: Client) -> dict[str, dict[str, Any]]:
 
 
 def round_trips(kernels: dict[str, Kernel], rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each round trip, by kernel, round by round."""
+    """Return, for each kernel, the milliseconds of its round trip in each round."""
     took: dict[str, list[float]] = {name: [] for name in kernels}
     order, dice = list(kernels), random.Random(0)
     for _ in range(rounds):

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """One page of JupyterLab in its own Chromium, controlled by the DevTools protocol.
 
-This module is not a benchmark itself. Chromium's times are in seconds, from the clock of
-``time.monotonic``.
+This module is not a benchmark itself. All times are in seconds. Chromium's trace and
+``time.monotonic`` use the same clock.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ OPTIONS = (
     "--window-size=1280,800",
 )
 
-#: Trace events for a page's JavaScript: a script runs, or the browser does work for a script. A
-#: script may force the browser to compute style and layout at once. The time of these events
-#: includes this work, so the benchmark counts it, too.
+#: The names of the trace events in which the page runs JavaScript, or the browser does work for a
+#: script. A script may force the browser to compute style and layout at once. The time of the
+#: script's event includes this computation.
 SCRIPT = frozenset(
     {
         *("EvaluateScript", "EventDispatch", "FireAnimationFrame", "FireIdleCallback"),
@@ -48,15 +48,15 @@ SCRIPT = frozenset(
     }
 )
 
-#: Trace events of a garbage collection of the whole page. The benchmark ignores a collection that
-#: runs within one of the events above.
+#: The names of the trace events of a garbage collection. The benchmark ignores a collection that
+#: runs during an event of SCRIPT, because the time of that event includes the collection.
 COLLECTION = frozenset(
     {"MajorGC", "MinorGC", "V8.GCScavenger", "V8.GCFinalizeMC", "V8.GCIncrementalMarking"}
 )
 
 
 class Span(NamedTuple):
-    """Begin and end of a script or a garbage collection, and its processor seconds."""
+    """When a script or a garbage collection began and ended, and its processor seconds."""
 
     begin: float
     end: float
@@ -69,7 +69,7 @@ class Page:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpb-", dir="/tmp"))
-        #: By an event's name: the function to call with the event's parameters.
+        #: For each name of an event, the function that gets the event's parameters.
         self.on: dict[str, Callable[[dict[str, Any]], object]] = {}
         self._ids = itertools.count(1)
         self._process = subprocess.Popen(
@@ -120,7 +120,7 @@ class Page:
     # ------------------------------------------------------------------ the protocol
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Return the answer to a command; pass earlier events to the functions in ``on``."""
+        """Send a command and return its answer; pass events before the answer to ``on``."""
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         deadline = time.monotonic() + 60
@@ -226,7 +226,7 @@ class Page:
 
 
 class Trace:
-    """The work of a page's main thread, from now until :meth:`end`."""
+    """Records the work of a page's main thread, from its construction until :meth:`end`."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -245,18 +245,18 @@ class Trace:
                 self._main.add(thread)
             elif event["name"] in SCRIPT | COLLECTION and event.get("dur"):
                 begin, wall = event["ts"] / 1e6, event["dur"] / 1e6
-                # If ``tdur`` is missing, take the duration, which is an upper bound.
+                # ``tdur`` is the processor time. Without ``tdur``, use the upper bound ``dur``.
                 cpu = event.get("tdur", event["dur"]) / 1e6
                 span = Span(begin, begin + wall, cpu, event["name"] in COLLECTION)
                 self._spans.setdefault(thread, []).append(span)
 
     def end(self) -> list[Span]:
-        """Return the spans of scripts and collections, in order, without nested ones."""
+        """Stop the trace; return the main thread's spans, in order, as :func:`merged` does."""
         ended: list[bool] = []
         self._page.on["Tracing.tracingComplete"] = lambda _: ended.append(True)
         self._page.call("Tracing.end")
         self._page.wait(lambda: ended, "the trace")
-        # The browser also keeps a spare renderer, which is idle. So take the busiest renderer.
+        # The browser also has an idle spare renderer. So take the main thread with most spans.
         busiest = max(self._main, key=lambda thread: len(self._spans.get(thread, ())))
         return merged(self._spans.get(busiest, []))
 

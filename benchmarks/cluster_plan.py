@@ -4,25 +4,26 @@
 
 ``python -m benchmarks.cluster_plan [--nodes 10,100,1000] [--shards 1,8] [--quick]`` prints JSON.
 
-The ledger and the nodes' budgets are the product's own code, and every message is encoded and
-decoded. The network and the brokers are simulated. A message takes one millisecond (a call of a Ray
-actor on another node took 1.0 ms, p50), and a broker grants what its budgets allow.
+The ledger and the nodes' budgets are the product's own code. Every message is really encoded and
+decoded. The network and the brokers are simulated. A message takes one millisecond: a call of a Ray
+actor on another node took 1.0 ms (p50). A broker grants a slice as soon as its budgets allow it.
 
-Each node has 20 kernels. They think (mean 60 s) and compute (mean 20 s) with a slice of one unit.
+Each node has 20 kernels. A kernel thinks (mean 60 s), then computes (mean 20 s) with one slice.
 Each user has 4 kernels, three of them on one node, and a quota of 2 slices. A group has 40 users
-and may have 48 slices. So some cells wait for a quota. A cell may need a message to the ledger
-before its grant. The usual reason is that the user of the cell works on two nodes.
+and may have 48 slices. So some cells wait for a quota. Other cells wait because their node must
+first ask the ledger for a loan, usually because the user of the cell works on two nodes.
 
 After half of the time the ledger dies. A new ledger starts 3 s later, because Ray's tuned health
 check takes 3 s to notice the death. ``serving_s`` is the number of seconds from the start of the
 new ledger until it lends again.
 
-``ledger_lines_per_report`` is the number of lines of Python that the ledger runs for a report,
-counted at every hundredth report. Unlike seconds, it is the same on any machine and under any load.
+``ledger_lines_per_report`` is the number of lines of Python that the ledger runs for a report.
+The benchmark counts the lines of every hundredth report. Unlike a time, this number does not
+depend on the machine and its load.
 
-``shards`` is the number of ledgers. Each ledger serves a part of the groups and users. The reported
-costs belong to the busiest ledger. The baseline, in the same run, is the time to encode and decode
-an empty report.
+``shards`` is the number of ledgers. Each ledger serves a part of the groups and users.
+``ledger_cores`` is the processor time of the busiest ledger, as a share of one core. The baseline,
+in the same run, is the time to encode and decode an empty report.
 """
 
 from __future__ import annotations
@@ -58,12 +59,11 @@ KERNELS, PER_USER, PER_GROUP = 20, 4, 40
 THINK, COMPUTE = 60.0, 20.0
 USER_SLICES, GROUP_SLICES = 2, 48
 DELAY, NOTICE = 0.001, 3.0
-#: The simulation counts the lines of one report in this many. It measures the time of all other
-#: reports.
+#: Of this many reports, the simulation counts the lines of one and measures the time of the others.
 SAMPLE = 100
 #: Seconds between two regular reports of a node, and the least seconds between any two reports.
 INTERVAL, LEAST = 2.0, 0.05
-#: A ledger may use at most this part of one core. A new ledger must lend within this many seconds.
+#: The largest share of one core for a ledger, and the most seconds until a new ledger lends.
 CPU_BUDGET, SERVING_BUDGET = 0.5, 5.0
 
 
@@ -74,8 +74,8 @@ class Node:
         self.name = name
         self.budgets = [Budgets(name, 1) for _ in range(shards)]
         self.used: Counter[Key] = Counter()
-        #: What the node's kernels would use if all of them computed. The node keeps this amount
-        #: until another node waits for a part of it.
+        #: By key: the number of the node's kernels, which is the most that the node can use. The
+        #: node may keep a loan of this size until another node needs a part of it.
         self.kernels: Counter[Key] = Counter()
         self.waiting: list[tuple[float, str, tuple[Key, ...]]] = []
         self.last = [-1.0] * shards
@@ -232,7 +232,7 @@ class Simulation:
             self.at(DELAY, lambda n=name, a=answer: self.answered(self.nodes[n], shard, a))
 
     def count_lines(self, ledger: Ledger, event: ev.Event) -> list[ev.Action]:
-        """Return a ledger's actions for an event; count the lines of Python that it runs."""
+        """Return the ledger's actions for an event; count the Python lines that the ledger runs."""
         found = 0
 
         def trace(_: FrameType, what: str, __: object) -> Any:

@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Percentiles, facts about the machine, and the format of results.
 
-A benchmark's result is a dict of JSON values. ``budgets`` may be a list of results of
-:func:`budget`, which the runner shows in a table. ``emulated`` (a bool) or ``device_names`` (from
-the pool) name the hardware. No result names a host, a user or a path.
+A benchmark's result is a dict of JSON values. The optional key ``budgets`` has a list of results of
+:func:`budget`. The runner prints this list as a table. ``emulated`` is true if the devices are
+emulated. ``device_names`` has the names that the pool gives the devices. No result names a host, a
+user or a path.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def budget(
 
 
 def verdict(line: dict[str, Any]) -> str:
-    """Return ``met``, or the amount by which the figure misses the budget."""
+    """Return "met", or by which factor the figure misses the budget."""
     if line["met"]:
         return "met"
     if line["at_least"]:
@@ -136,7 +137,7 @@ def rss(pid: int) -> int:
 
 
 def pss(pid: int) -> int:
-    """Return the bytes of a process, with its part of shared memory."""
+    """Return the PSS of a process in bytes: each shared page is divided among its users."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
@@ -144,7 +145,7 @@ def pss(pid: int) -> int:
 
 
 def machine_facts(devices: Sequence[str] = ()) -> dict[str, Any]:
-    """Return facts about the machine that readers need, without its name, users and paths.
+    """Return facts about the machine that explain a result. They name no host, user or path.
 
     ``devices`` are the pool's names of the GPUs in use. The name of an emulated GPU contains the
     word "emulated".
@@ -168,7 +169,7 @@ def machine_facts(devices: Sequence[str] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "devices": list(devices) or ["none used"],
-        #: A load above the number of cores means that other work disturbed the figures.
+        #: The load average. If it is above the number of cores, other work disturbed the figures.
         "load_before": load,
     }
 

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Checks whether the texts that a user reads in a crowded pool come true, in three scenes.
+"""Checks whether what a crowded pool tells its users comes true, in three scenes.
 
-The pool itself runs on a simulated clock. The benchmark checks the texts that the cell and the chip
-show. A row is wrong if its text turns out to be untrue: the range does not contain the rest of the
-wait, or the kernel does not lose its slice at the end of the countdown. ``python -m
-benchmarks.contended`` prints all rows.
+The pool is real and runs on a simulated clock. The benchmark checks the texts that the cell and the
+chip show to a user. A text is wrong in two cases: the range for a wait does not contain the end of
+the wait, or a kernel does not lose its slice at the end of its countdown. ``python -m
+benchmarks.contended`` prints a row for each text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from jupyter_gpupool.units import format_wait, range_ends
 
 #: Seconds of a suspend and of a resume.
 MOVE = 0.5
-#: With this overhead a time slice lasts 100 s, so the pool preempts no cell here.
+#: With this ``max_swap_overhead``, a time slice lasts 100 s. So the pool preempts no cell in these
+#: scenes.
 OVERHEAD = 0.01
 #: Seconds between two looks.
 LOOK = 10.0
@@ -36,8 +37,8 @@ class Look:
     scene: str
     at: float
     reads: str
-    #: When the kernel gets or loses its slice, according to the text. None if the text names no
-    #: time.
+    #: The earliest and the latest time for the event that the text announces: the kernel gets or
+    #: loses its slice. None if the text announces no time.
     since: float | None = None
     until: float | None = None
     happened: str = ""
@@ -85,7 +86,7 @@ class Stage:
         self.send(ev.HoldDropped(now=self.now, session=name, hold="c", cuda=True))
 
     def wait(self, seconds: float) -> None:
-        """Let the simulated clock run for ``seconds``, and end each move when it is due."""
+        """Advance the simulated clock by ``seconds``, and report each move's end to the pool."""
         end = self.now + seconds
         while True:
             wake = self.pool.next_wakeup()
@@ -146,7 +147,7 @@ class Stage:
         self.looks.append(look)
 
     def happens(self, what: str) -> None:
-        """Record ``what`` as the outcome of each look that has none, and check the look's text."""
+        """Record ``what`` as the outcome of all looks without an outcome; check these looks."""
         for look in self.looks:
             if not look.happened:
                 look.happened = f"{what} after {self.now - look.at:.1f} s"
@@ -155,7 +156,7 @@ class Stage:
 
 
 def crowd(earlier: int) -> list[Look]:
-    """Two kernels run for 60 s with 6 GiB each; a third kernel of the same user waits."""
+    """Two kernels have 6 GiB each. A third kernel of the same user waits until a cell ends."""
     stage = Stage(f"a third kernel waits, after {earlier} earlier waits")
     names = ["alpha", "beta", "gamma"]
     for name in names:

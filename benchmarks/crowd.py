@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sessions of a broker, each a small process that holds a slice on command. Not a benchmark."""
+"""Small processes that act as sessions of a broker for other benchmarks. Not a benchmark itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Member:
-    """One forked process. Create all members before any thread starts."""
+    """A forked process that acts as a session. Create all members before any thread starts."""
 
     def __init__(self) -> None:
         parent = os.getpid()
@@ -93,7 +93,7 @@ def _serve(commands: int) -> None:
 
 
 def settle(client: Client, wanted: dict[str, set[str]], seconds: float = 60) -> dict[str, Any]:
-    """Wait until each session has one of its ``wanted`` states; return the broker's status."""
+    """Wait until each session is in one of its ``wanted`` states; return the broker's status."""
     deadline = time.monotonic() + seconds
     while True:
         status = client.call("status")

@@ -2,17 +2,20 @@
 # Distributed under the terms of the Modified BSD License.
 """A day and a night of a small department, on two emulated devices of 4 GiB.
 
-There are twelve notebooks that think between their cells: nine of the group ``research`` (weight 3)
-and three of ``students``. There are two inference services with their own guarantee, and two
-trainings, one of each group, that always compute. All are real kernels and real commands under
-``jupyter gpupool run``. A schedule lets the class of the trainings run by night only. The notebooks
-ask for more than the machine has, and at night both trainings want the same device. One service
-keeps its slice; the other gets a slice when it has a request.
+There are twelve notebooks: nine of the group ``research`` (weight 3) and three of the group
+``students`` (weight 1). Their users think between two cells. Each group also has a training, which
+always computes. The group ``services`` has two inference services and a guarantee. The notebooks
+are real kernels. The services and the trainings are real commands under ``jupyter gpupool run``.
 
-The day begins when all kernels and programs are ready. It ends at a full minute, because schedules
-change only then. Three quarters of ``--minutes`` are night. The emulated copies are slow: to copy a
-state takes as long as to copy 16 times as many bytes (about a whole slice) at 4 GB/s. Others report
-this rate for NVIDIA's driver.
+A schedule lets the class of the trainings run only by night. The notebooks together ask for more
+memory than the machine has. At night, both trainings want the same device. One service always keeps
+its slice. The other service gets a slice when it has a request.
+
+The day begins when all kernels and programs are ready. It ends at a full minute, because a schedule
+can only change at a full minute. The night takes three quarters of ``--minutes``. The copies of the
+emulated devices are 16 times slower than 4 GB/s, the rate that others report for NVIDIA's driver.
+A slice is about 17 times as large as its state on a notebook. So the copy of a state takes about as
+long here as the copy of a whole slice at 4 GB/s.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from jupyter_gpupool.pool.running import STAY_LEAST
 
 MiB = 1 << 20
 
-#: Slices in MiB. A device has 4096: no training fits beside the service that keeps its slice.
+#: The slices of a notebook or service, and of a training, in MiB. A device has 4096 MiB. So a
+#: training does not fit beside the service that keeps its slice.
 SLICE, TRAINING = 820, 3260
 
 #: MiB of state, all of it written and checked.
@@ -57,17 +61,16 @@ STARTING = 60.0
 #: Mean seconds of thinking by day, of a cell's computing, and of the pause between two requests.
 THINK, CELL, PAUSE = 5.0, 0.4, 0.7
 
-#: Seconds that a request computes, and the most seconds until a service with a slice answers. The
-#: service needs time for its own computing and for the turns of others on the device.
+#: Seconds that a service computes for a request, and the longest allowed seconds until a service
+#: that has a slice answers. In this time, other programs also have turns on the device.
 REQUEST, LATENCY = 0.02, 0.5
 
-#: The greatest allowed difference between a group's part of the usage and its fair share, as a
-#: fraction of the fair share.
+#: By which fraction of its fair share a group may use more or less than its fair share.
 SHARE = 0.05
 
-#: The pool's shortest turn in seconds, and the part of a turn that suspends and resumes may take.
-#: With weights 3:1, turns are about 40 s and 13 s long. So in a short night, one turn more or less
-#: changes a group's part of the usage.
+#: The pool's shortest turn in seconds, and the largest fraction of a turn that suspends and resumes
+#: may take. With the weights 3 and 1, the turns of the two groups last about 40 s and 13 s. So in a
+#: short night, a single turn clearly changes a group's share of the usage.
 TURN, MOVING = 10.0, 0.1
 
 
@@ -81,7 +84,8 @@ class Record:
     rows: list[dict[str, Any]]
     used: dict[str, float]
     players: list[Player]
-    #: By training: its result, and when each step ended.
+    #: For each training: the result that it printed (``trained``), and the times at which its steps
+    #: ended (``steps``).
     trained: dict[str, dict[str, Any]]
     steps: dict[str, list[float]]
     problems: list[str]
@@ -90,7 +94,7 @@ class Record:
         return [t for p in self.players if isinstance(p, kind) for t in p.taken(since, until)]
 
     def pause(self, steps: Iterable[float]) -> float:
-        """Return the longest time in the night without a step of training."""
+        """Return the longest time of the night in which none of these steps ended."""
         at = [self.night, *sorted(s for s in steps if self.night < s < self.ended), self.ended]
         return max(b - a for a, b in pairwise(at))
 
@@ -142,7 +146,7 @@ def configuration(night_at: float, night: float) -> dict[str, Any]:
         datetime.fromtimestamp(at, timezone.utc).strftime("%H:%M")
         for at in (night_at, night_at + 12 * 3600)
     ]
-    # All kernels here belong to one user, who is in all groups and chooses one for each kernel.
+    # All kernels here belong to one user. The user is in all groups and names one for each.
     me = [getpass.getuser()]
     groups: dict[str, Any] = {"services": {"guarantee": "2GiB", "users": me, "order": 9}}
     for order, (name, weight) in enumerate(WEIGHTS.items()):
@@ -251,18 +255,18 @@ def budgets(seen: Record) -> list[dict[str, Any]]:
             lines.append(
                 budget(f"p99 of the answers {name} {text})", percentile(took, 99), bound, "s")
             )
-            # A kernel that has just been resumed keeps its slice for as long as its move takes.
+            # After a resume, a kernel keeps its slice at least as long as the swap has taken.
             stay = max(STAY_LEAST, swap)
             text = f"longest answer {name} {text}, and the least stay)"
             lines.append(budget(text, max(took), bound + stay, "s"))
-    # At first, the trainings wait until the notebooks of the day have left. Later, they wait for
-    # each other.
+    # Both trainings may pause at once: at first until the notebooks have given back their slices,
+    # and later while one training's state makes room for the other's.
     every = [at for steps in seen.steps.values() for at in steps]
     lines.append(
         budget("longest pause of all training by night", seen.pause(every), TURN + 2 * swap, "s")
     )
     for name, steps in seen.steps.items():
-        # A training may pause for the turns of the other training, and for one more turn of each.
+        # A training may pause during the other training's turns, plus one turn of each training.
         turn = max(TURN, swap / MOVING) + 2 * swap
         most = (sum(WEIGHTS.values()) / WEIGHTS[name] + 2) * turn
         lines.append(

@@ -4,16 +4,16 @@
 
 ``services``   four services of 20 % each on one card
 ``resident``   a resident service of 12 GiB and a second task on a card of 16 GiB
-``production`` a protected production job, and opportunistic jobs that use the time it leaves
-``people``     two people whose cells alternate, each of whom needs the whole card
-``flood``      one person with 50 notebooks against ten with one each
+``production`` a protected production job, and batch jobs that use the rest of the time
+``people``     two people who run cells in turn; each needs the whole card
+``flood``      one person with 50 notebooks, and ten people with one notebook each
 
-``python -m benchmarks.field_cases --case flood`` runs one of them. The cards are emulated and have
-16 GiB. Others report 4 GB/s for copies by NVIDIA's driver. Here, a program uses a 128th of the
-memory that it asks for, and copies are 128 times slower than 4 GB/s. So a move takes as long as the
-move of a full slice at 4 GB/s. To compute, a program launches GPU kernels that take a given time.
-On an emulated card, two programs that compute at the same time do not slow each other down. A
-program is slower only if it must wait for its turn.
+``python -m benchmarks.field_cases --case flood`` runs only the case ``flood``. The cards are
+emulated and have 16 GiB. Others report that NVIDIA's driver copies 4 GB/s. Here, a program uses a
+128th of the memory that it asks for, and copies are 128 times slower than 4 GB/s. So a move takes
+as long as the move of a full slice at 4 GB/s. To compute, a program launches GPU kernels that take
+a given time. On an emulated card, two programs that compute at the same time do not slow each other
+down. A program becomes slower only when it waits for its turn.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ GiB, MiB = 1 << 30, 1 << 20
 SCALE = 128
 
 CARD = "1x16GiB,context=256MiB,bandwidth=31MB/s"
-#: The card of the short form (``--quick``). A move takes a quarter of the normal time.
+#: The card for ``--quick``. Its copies are four times as fast as those of CARD.
 QUICK = "1x16GiB,context=256MiB,bandwidth=125MB/s"
 
-#: Seconds of a request's computing, of a turn of the pool, and of the pool's shortest time slice.
+#: Three times in seconds: how long a service computes for a request, how long the turn of one of
+#: several programs on a card lasts (option ``turn``), and the pool's shortest time slice.
 REQUEST, TURN, SLICE = 0.02, 0.1, 10.0
 
 Case = dict[str, Any]
@@ -120,7 +121,7 @@ def place(quick: bool, **options: Any) -> Iterator[Place]:
 
 
 def observe(players: Sequence[Player], seconds: float) -> list[list[float]]:
-    """Let the players continue for ``seconds``; return the seconds of each player's turns."""
+    """Sleep for ``seconds``; return, for each player, the seconds of the turns in this time."""
     begun = time.time()
     time.sleep(seconds)
     return [one.taken(begun) for one in players]
@@ -136,7 +137,7 @@ def begin(logs: Sequence[Path]) -> None:
 
 
 def finish(players: Sequence[Player], what: str = "") -> dict[str, Any]:
-    """End the players; return the budget line of wrong bytes and failures."""
+    """Stop the players; return the line of the budget table for wrong bytes and failures."""
     problems = end(list(players))
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -221,7 +222,7 @@ def resident(quick: bool) -> Case:
         else:
             name = f"{what}answer p50, bound: a swap and 0.5 s"
             lines.append(budget(name, percentile(beside, 50), swap + 0.5, "s"))
-            # A training that has just been resumed keeps its slice for as long as its move takes.
+            # After a resume, a training keeps its slice at least as long as the swap has taken.
             name = f"{what}longest answer, bound: that and the training's least stay"
             lines.append(budget(name, max(beside), 2 * swap + 0.5, "s"))
         least = 0.8 if fits else 0.4
@@ -316,22 +317,23 @@ def people(quick: bool) -> Case:
 def flood(quick: bool) -> Case:
     """One person whose many notebooks compute without a pause, and others who think.
 
-    Two budgets limit the waits of the others. A swap is the longest suspend plus the longest resume
-    of the same run.
+    The one person's notebooks are the crowd. Two budgets limit the waits of the others while the
+    crowd computes. A swap is the longest suspend plus the longest resume of the same run.
 
-    *p50: two swaps more than before, and the rest of a time slice.* While a person thinks, the pool
-    may suspend the person's kernel. The person then needs at least one swap: the pool moves a
-    victim's state out, and moves the person's state in. If a copy is under way, the person needs up
-    to one more swap, because a device copies one state at a time. The pool must also find a victim.
-    The crowd computes without a pause, so each of its kernels keeps its slice for one time slice:
-    at least 10 s, even if its move is short. The pool owes the rest of this time slice to the
-    crowd, so the rest is no part of the two swaps. :func:`benchmarks.owed.waits` takes the rest
-    from the journal, for each wait: the seconds until the first of these time slices ends, or until
-    a victim leaves earlier. A kernel of the crowd that stays longer, or gets its slice first,
-    counts against the budget.
+    *p50: at most two swaps more than without the crowd, after the rest of a time slice is
+    subtracted.* While a person thinks, the pool may suspend the person's kernel. Then the next cell
+    needs one swap: the pool moves a victim's state out, and the person's state in. If the device is
+    already copying another state, the cell waits up to one more swap, because a device copies one
+    state at a time. The victim is a kernel of the crowd. The crowd computes without a pause, so
+    each of its kernels keeps its slice for one time slice: at least 10 s, even if its move is
+    short. The pool owes the rest of this time slice to the crowd. So the benchmark subtracts this
+    rest from the wait. :func:`benchmarks.owed.waits` computes the rest from the journal: the
+    seconds until the first time slice of the crowd ends, or until a victim leaves earlier. If a
+    kernel of the crowd stays longer, or gets a slice before the person does, this time is not
+    subtracted.
 
-    *p99: two swaps and a whole time slice more than the longest wait before.* This budget is for
-    the whole wait.
+    *p99: at most two swaps and a whole time slice more than the longest wait without the crowd.*
+    For this budget, nothing is subtracted from the wait.
     """
     many, others = (12, 4) if quick else (50, 10)
     me = [getpass.getuser()]
@@ -351,8 +353,8 @@ def flood(quick: bool) -> Case:
         start(calm)
         before = [t for times in observe(calm, here.seconds(60)) for t in times]
         crowd = [notebook("flooder", 0.0, 100 + n) for n in range(many)]
-        # Do not wait until all are ready. The crowd gets an eleventh of the card, so most of its
-        # notebooks still wait for their first turn.
+        # Do not wait until all notebooks of the crowd are ready. The crowd gets only an eleventh of
+        # the card, so most of its notebooks wait long for their first turn.
         start(crowd, ready=False)
         begun = time.time()
         during = [t for times in observe(calm, here.seconds(160)) for t in times]

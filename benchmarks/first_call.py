@@ -2,16 +2,18 @@
 # Distributed under the terms of the Modified BSD License.
 """Time from the first CUDA call to the grant, on an idle pool with nothing to copy.
 
-The kernel times one CUDA call that reaches the device (the call makes a context): once with the
-gate closed, and once with an attached slice. The difference is the cost of the attach: the request
-to the broker, its decision, its journal, the page and the answer. There are two cases:
+The kernel makes the same CUDA call twice. The call makes a context, which the kernel then destroys.
+At the first call the kernel has no slice, so the call waits for a grant. At the second call the
+kernel has a slice. The difference between the two times is the cost of the grant: the request to
+the broker, the broker's decision, the journal, the page and the answer. There are two cases:
 
-- *new kernel*: the first call of a new kernel. Each round starts a kernel. Its second call, after
-  the context was destroyed, is the baseline. Neither time contains the driver's start (``cuInit``).
-- *again*: the first call after the kernel gave its slice back without device memory.
+- *new kernel*: each round starts a kernel and times its first two calls. Neither time contains the
+  driver's start (``cuInit``).
+- *again*: each round takes the slice away from one kernel, which has no state on the device, and
+  then times two calls of this kernel.
 
-The result also has the parts of the time: ``legs`` are the milliseconds from one row of the
-broker's journal to the next, for the attaches of the second case.
+``legs`` are the parts of a grant in the case *again*: the milliseconds from each change of the
+session's state to the next change, from the broker's journal.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
-#: Budgets in milliseconds. Users do not notice such a short wait, and a kernel waits for a grant
-#: only once after each idle time.
+#: The longest allowed grants in milliseconds. Users do not notice such a short wait. A kernel waits
+#: for a grant only at its first CUDA call after it has lost its slice.
 GRANT_P50_MS, GRANT_P99_MS = 10.0, 30.0
 
 SETUP = """
@@ -114,7 +116,7 @@ def session_of(client: Client, session: str) -> dict[str, Any]:
 
 
 def detach(client: Client, session: str) -> int:
-    """Release the slice; return the number of the journal's last row after that."""
+    """Take the slice back and wait until the session is detached; return the last journal row."""
     client.call("release", session=session)
     deadline = time.monotonic() + 30
     while session_of(client, session)["state"] != "detached":
@@ -125,7 +127,7 @@ def detach(client: Client, session: str) -> int:
 
 
 def between_rows(client: Client, session: str, since: int) -> dict[str, float]:
-    """Return the milliseconds from each change of state after row ``since`` to the next one."""
+    """Return the milliseconds between successive changes of state after journal row ``since``."""
     rows = client.journal(after=since)
     changes = [row for row in rows if row["kind"] == "state" and row["session"] == session]
     return {

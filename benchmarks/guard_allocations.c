@@ -56,8 +56,7 @@ static void check(int error)
 
 static void *stream;
 
-/* Returns the nanoseconds of an allocation that is refused, because it asks for more bytes than
- * exist. */
+/* Returns the nanoseconds of an allocation of 1 TiB, which the guard and the driver both refuse. */
 static double refused(const struct calls *c)
 {
     address p;
@@ -107,8 +106,8 @@ int main(int argc, char **argv)
     for (size_t r = 0; r < sizeof rows / sizeof *rows; r++)
         for (int i = 0; i < rounds; i++) {
             double t[4];
-            /* Measure the guard first in one round, and the driver first in the next: the second
-             * measurement of a round finds warm tables. */
+            /* The second measurement of a round finds warm tables. So the guard and the driver
+             * take turns as the first. */
             for (int half = 0; half < 2; half++)
                 if ((i + half) % 2)
                     round_of(&through, rows[r].bytes, rows[r].async, &t[0], &t[2]);

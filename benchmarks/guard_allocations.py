@@ -2,11 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """The time that the guard adds to an allocation and to a free.
 
-A C program in a session allocates and frees memory, in turns through the guard and directly through
-the driver that the guard has opened. Both happen in one process and one run, with the same tables
-of the driver. The program runs twice: alone in its session, and beside seven other processes. In
-the second case, the guard sums the accounts of all these processes at each allocation. The emulated
-driver's own allocation takes some 100 ns; a real one takes longer.
+A C program in a session allocates and frees memory. It alternates between calls through the guard
+and direct calls of the driver that the guard has opened. One process makes both kinds of calls, so
+the driver uses the same tables for both. The program runs twice: alone in its session, and beside
+seven other processes of the session. In the second case, the guard sums the accounts of all these
+processes at each allocation. An allocation by the emulated driver takes some 100 ns. An allocation
+by a real driver takes longer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 #: The most nanoseconds that the guard may add to an allocation, and to a free.
 BUDGETS_NS = {"alloc": 80.0, "free": 100.0}
 
-#: An allocation that the broker has just refused may take at most this many nanoseconds.
+#: The most nanoseconds that the guard may take to refuse a size that the broker has just refused.
 REFUSED_NS = 5000.0
 
 #: Another process of the session: it makes a context, allocates a little, and waits.
@@ -82,8 +83,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         for row in results:
             name = f"guard, {what}, {row['call']}, {row['processes']} process(es)"
             budgets.append(budget(name, row[f"{key}_added_ns"], BUDGETS_NS[key], "ns"))
-    # A refusal beside other processes has no budget, because the guard then also checks whether
-    # these processes still live.
+    # With other processes in the session, a refusal has no budget: the guard then also checks
+    # whether each of these processes still lives.
     budgets.append(
         budget("guard, a refused allocation, 1 process", refusals[0]["guard_ns"], REFUSED_NS, "ns")
     )
@@ -110,8 +111,8 @@ def session(folder: Path) -> tuple[dict[str, str], str]:
     page.set_devices([done.stdout.strip()])
     page.set_grant([4 << 30], 4 << 30, 1)
     page.set_policy(managed=False, context_bytes=32 * MiB)
-    # Set up the page as it is after a refusal. A broker would clear this entry at the next change,
-    # but no broker runs here.
+    # Write to the page that the broker has just refused a request for more memory. A real broker
+    # would clear this entry at the next change. No broker runs here, so the entry stays.
     page.set_vain([(4 << 30) + 1], time.monotonic_ns() + 3600 * 10**9)
     page.set_gate(pages.OPEN)
     page.close()
@@ -123,7 +124,7 @@ def session(folder: Path) -> tuple[dict[str, str], str]:
 
 
 def neighbour(stack: ExitStack, env: dict[str, str]) -> None:
-    """Start another process of the session, which lives until ``stack`` ends."""
+    """Start another process of the session. ``stack`` ends the process when it closes."""
     child = subprocess.Popen(
         [sys.executable, "-c", NEIGHBOUR], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -41,7 +41,7 @@ static double now(void)
 
 typedef int (*function)(void *, long);
 
-/* Every call accepts these two arguments, and returns 0. */
+/* Returns the nanoseconds of a call. All calls of this program but launches take two arguments. */
 static double round_of(function call, void *a, long b)
 {
     double begin = now();
@@ -52,8 +52,8 @@ static double round_of(function call, void *a, long b)
 
 typedef int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void *, void *);
 
-/* The launch names no function, so the driver refuses it at once. The measured time is mostly
- * the time that the call needs to reach the driver. */
+/* Returns the nanoseconds of a launch. The launch names no function, so the driver refuses it at
+ * once. So most of this time is the way of the call to the driver. */
 static double launches_of(function call)
 {
     launch submit = (launch)call;

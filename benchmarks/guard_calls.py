@@ -2,11 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """The time that the guard adds to each kind of call, and to the start of a program without CUDA.
 
-A C program in a session calls the driver through the guard. In the same process and run, it also
-calls directly the driver that the guard has opened. The benchmark also starts ``ls`` in turns, with
-the guard preloaded and without it. HAMi-core works differently: it replaces ``dlsym``, so it
-handles every symbol look-up of every library of the process, and each known driver call passes
-through a C function. HAMi-core is not measured here.
+A C program in a session alternates between calls through the guard and direct calls of the driver
+that the guard has opened. The benchmark also starts ``ls`` many times, alternately with the guard
+preloaded and without it. This benchmark does not measure HAMi-core, which works differently: it
+replaces ``dlsym``, so it handles every symbol look-up of every library of the process, and each
+driver call that it knows passes through a C function.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from benchmarks.guard_allocations import session
 
 SOURCE = Path(__file__).with_suffix(".c")
 
-#: The most nanoseconds that the guard may add to a call that it does not count, and to a call that
-#: it counts.
+#: For each kind of call (see ``guard/entries.txt``), the most nanoseconds that the guard may add to
+#: a call. The bound is higher for the kinds that the guard counts.
 BUDGETS_NS = {"free": 2.0, "gate": 2.0, "launch": 2.0, "peek": 2.0, "wait": 10.0, "wrap": 10.0}
 #: The most milliseconds that the guard may add to the start of a program without CUDA.
 START_BUDGET_MS = 0.5
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return nanoseconds by call and milliseconds of starts, with and without guard."""
+    """Run, and return the times of calls and of starts of ``ls``, with the guard and without it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--rounds", type=int, default=0)
@@ -117,7 +117,8 @@ def start(env: Mapping[str, str], rounds: int) -> dict[str, Any]:
         "guard_ms": summary(seconds["guard"]),
         "bare_ms": summary(seconds["bare"]),
         "added_ms": median(added),
-        #: Difference between the fastest starts. Other work disturbed these starts least.
+        #: The fastest start with the guard minus the fastest start without it. Other work on the
+        #: machine disturbs the fastest starts least.
         "added_least_ms": min(seconds["guard"]) - min(seconds["bare"]),
         "ratio": median(seconds["guard"]) / median(seconds["bare"]),
         "page_faults": {name: median(values) for name, values in faults.items()},

@@ -2,15 +2,18 @@
 # Distributed under the terms of the Modified BSD License.
 """Two jobs under ``jupyter gpupool run`` that ask for 90 % of a GPU and use it half of the time.
 
-Each job waits (as if for data) and computes, in turns of the same length. While one job waits, the
-other computes, and each change moves both states. *Serial* is the time of both jobs one after the
-other, without the pool. To measure it, a quarter of one job's rounds runs alone, and the benchmark
-multiplies the time by eight. A move takes as long as a move of the whole slice at 4 GB/s, in both
-directions. With NVIDIA's driver, others have measured 4 GB/s for suspends and 7 GB/s for resumes.
-(A state is a 32nd of its slice, and the device's copies are 32 times slower than 4 GB/s.) The pool
-decides with its default options; ``--quick`` changes only ``quiet_after``.
+Each job alternates between two turns of the same length: it waits (as if for data), and it
+computes. While one job waits, the other job computes. At each change, the pool moves both states.
+*Serial* is the time of two jobs one after the other, without the pool. To save time, the benchmark
+runs only a quarter of the rounds of one job, and multiplies the time by eight.
 
-Any pool needs at least 0.5 + 1 / (4 x rounds) + swap / (2 x turn) of the serial time.
+A state is a 32nd of its slice, and the device copies 32 times slower than 4 GB/s. So a move takes
+as long as a move of the whole slice at 4 GB/s, in both directions. With NVIDIA's driver, others
+have measured 4 GB/s for suspends and 7 GB/s for resumes. The pool uses its default options, except
+that ``--quick`` changes ``quiet_after``.
+
+With any pool, the ratio to the serial time is at least
+0.5 + 1 / (4 x rounds) + swap / (2 x turn).
 """
 
 from __future__ import annotations
@@ -33,13 +36,13 @@ from jupyter_gpupool.client import Client
 
 GiB = 1 << 30
 
-#: The most time that both jobs may take together, as a part of the serial time.
+#: The highest allowed ratio: the time of two jobs side by side, by the time of one after the other.
 RATIO = 0.60
 
 #: A slice is this many times as large as its state.
 SCALE = 32
 
-#: Rounds of a job, and their divisor: the baseline runs ``ROUNDS // PART`` rounds.
+#: The rounds of a job, and the divisor for the baseline, which runs ``ROUNDS // PART`` rounds.
 ROUNDS, PART = 8, 4
 
 WORKLOAD = [sys.executable, "-m", "benchmarks.workload"]

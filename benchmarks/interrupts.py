@@ -4,13 +4,13 @@
 
 Another kernel holds the only GPU. In each round, a user interrupts one cell of each kind:
 
-- *asleep*: ``time.sleep``, in a kernel with policy ``lazy``. This is the baseline: Jupyter's own
-  time for an interrupt, without any wait for a slice.
-- *in a call*: a CUDA call of the same kernel, which waits at the guard's gate.
-- *before a cell*: a cell of a kernel with policy ``cell``, which has not begun to run.
+- *asleep*: a cell in ``time.sleep``, in a kernel with policy ``lazy``. It waits for no slice. This
+  is the baseline: the time that Jupyter itself needs for an interrupt.
+- *in a call*: a cell of the same kernel that waits in a CUDA call, at the guard's gate.
+- *before a cell*: a cell of a kernel with policy ``cell`` that waits for its slice before it runs.
 
 The time is from the interrupt to the end of the cell, as a client sees it. ``ratio`` is the median
-of a kind, divided by the median of the baseline.
+of each kind, divided by the median of *asleep*.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from benchmarks.first_call import SETUP, session_of
 from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
-#: The most milliseconds that the end of a wait may add to Jupyter's own time. People perceive an
-#: answer within 0.2 s as immediate.
+#: An interrupt of a wait may take at most this many milliseconds longer than an interrupt of a
+#: sleeping cell. People perceive an answer within 0.2 s as immediate.
 ADDED_MS = 200.0
 
 MEMORY = 10 << 30
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         )
         lazy.run(SETUP)
         held, first, call = holder.session(), per_cell.session(), lazy.session()
-        # A kernel with policy "cell" still has the slice of its last cell, so release the slice.
+        # session() has run a cell, and a kernel with policy "cell" keeps its slice after a cell.
         client.call("release", session=first)
         wait_until(lambda: session_of(client, first)["state"] == "detached", "it has no slice")
         holding = holder.begin(ASLEEP)

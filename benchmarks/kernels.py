@@ -28,7 +28,7 @@ def private_pool(**options: Any) -> Iterator[list[str]]:
 
     ``options`` are options of ``c.GPUPool``. They replace the defaults of this function.
     """
-    # A broker that is ending may still write to the folder.
+    # The broker may still write to the folder while the folder is removed.
     with tempfile.TemporaryDirectory(prefix="gpb", ignore_cleanup_errors=True) as folder:
         socket = Path(folder) / "broker.sock"
         config: dict[str, Any] = {
@@ -59,10 +59,10 @@ def private_pool(**options: Any) -> Iterator[list[str]]:
 
 
 def driver_environment() -> dict[str, str]:
-    """Return the variables with which any process finds the driver of :func:`private_pool`."""
+    """Return the environment with which a process outside the pool uses the pool's driver."""
     names = ("EMUCUDA_MACHINE", "EMUCUDA_STATE")
     with Client(os.environ["GPUPOOL_SOCKET"]) as client:
-        # The broker gives these variables only to a kernel, so open a session for a moment.
+        # The broker gives these variables only to a session. So open one and close it at once.
         opened = client.call("open", kernel_id="benchmark", label="benchmark", request={})
         client.call("close", session=opened["session"], reason="not needed")
     found = {name: opened["env"][name] for name in names if name in opened["env"]}
@@ -72,9 +72,9 @@ def driver_environment() -> dict[str, str]:
 
 
 class Kernel:
-    """A kernel that is ready at the start of the ``with`` block, and ends with the block.
+    """A running kernel. The constructor waits until it is ready; the ``with`` block ends it.
 
-    It gets the environment of this process, and the variables in ``env``.
+    The kernel gets the environment of this process, and the variables in ``env``.
     """
 
     def __init__(self, name: str, env: Mapping[str, str] | None = None, **provisioner: Any) -> None:
@@ -97,8 +97,8 @@ class Kernel:
         return int(self._manager.provisioner.pid)
 
     def session(self) -> str:
-        """Return the id of the kernel's session in the pool, which the kernel itself prints."""
-        # Take the last word: a kernel with policy "cell" may first print that it waits for a slice.
+        """Run a cell that prints the id of the kernel's session in the pool; return this id."""
+        # In a kernel with policy "cell", a text about the wait for a slice may come before the id.
         return self.run("import os; print(os.environ['GPUPOOL_SESSION'])").split()[-1]
 
     def run(self, code: str, timeout: float = 120) -> str:
@@ -114,7 +114,7 @@ class Kernel:
         return self.finish(self.begin(code), timeout)
 
     def interrupt(self) -> None:
-        """Interrupt the cell that runs; :meth:`finish` then raises."""
+        """Interrupt the running cell. :meth:`finish` then raises RuntimeError for this cell."""
         self._manager.interrupt_kernel()
 
     def wait_for_output(self, timeout: float = 120) -> None:
@@ -130,7 +130,8 @@ class Kernel:
     def finish(self, msg_id: str, timeout: float = 120) -> str:
         """Wait for the end of a cell; return its output, or raise as :meth:`run` does."""
         text = ""
-        # The time-out is for the whole cell. A cell that waits for its slice sends many messages.
+        # Compute one deadline for the whole cell. A cell that waits for its slice sends many
+        # messages, so a time-out for each message would never end the wait.
         deadline = time.monotonic() + timeout
         while True:
             message = self._next(self._client.get_iopub_msg, deadline)

@@ -1,12 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The effect of one user's attack on other users: their p99 with and without the attack.
+"""The effect of one user's attack on another user: the latency with and without the attack.
 
-One broker with emulated devices serves two users of the machine, so this benchmark needs root. One
-user asks for ``status`` on a new connection every 20 ms, and has one session that gets a slice and
-gives it back. The other user runs each kind of attack of ``attack.py`` for some seconds. There are
-quiet seconds before the first attack and after the last one. The same run measures the p99 of the
-quiet seconds and of the attacks.
+One broker with emulated devices serves two users of the machine, so this benchmark needs root. The
+first user, the victim, has one session. With pauses of 20 ms, the victim asks for ``status`` on a
+new connection, and the session gets a slice and gives it back. The second user runs each kind of
+attack of ``attack.py`` for some seconds. The baseline, in the same run, is the victim's latency
+before the first attack and after the last attack. The benchmark compares the p99 of each attack
+with the p99 of the baseline.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from benchmarks.common import budget, percentile, summary
 
 ROOT = Path(__file__).parents[1]
 
-#: User ids without an account: for the broker they are normal users.
+#: User ids that have no account on the machine. The broker treats them as normal users.
 VICTIM, ATTACKER = 21001, 21002
 
-#: Limits under attack: the p99 as a multiple of the quiet p99, and the broker's memory in bytes.
+#: Limits during an attack: the p99 divided by the p99 of the baseline, and the broker's bytes.
 RATIO_BUDGET = 3.0
 MEMORY_BUDGET = 100e6
 
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                       one["attacker"], flush=True)  # fmt: skip
             calm = measure(path, seconds)
             rss_after = rss(pid)
-    # The machine's speed varies, so the quiet figures are from before and after all attacks.
+    # The machine's speed varies. So the baseline has the times before and after all attacks.
     base = {what: [*quiet[what], *calm[what]] for what in quiet}
     result: dict[str, Any] = {
         "emulated": True,
@@ -175,8 +176,8 @@ def start(arguments: Sequence[str], user: int) -> subprocess.Popen[str]:
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         raise SystemExit("setpriv (util-linux) is needed to be two users.")
-    # The interpreter's folder may be readable for root only. So the process keeps the capability to
-    # read all files. The broker still sees ``user``.
+    # Perhaps only root can read the folder of the interpreter. So the process keeps the capability
+    # to read all files. For the broker, the process still belongs to ``user``.
     who = [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
     may = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     return subprocess.Popen(
@@ -187,7 +188,7 @@ def start(arguments: Sequence[str], user: int) -> subprocess.Popen[str]:
 
 
 def be_victim(path: Path, seconds: float) -> dict[str, list[float]]:
-    """Send the requests of a kernel and of a page; return the milliseconds of each request."""
+    """Ask for status and for a slice in turn; return the milliseconds of each request by kind."""
     server = Peer(path)
     opened = server.call("open", kernel_id="victim")
     server.call("launched", session=opened["session"], pid=os.getpid())

@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Time until the cluster shows that a machine is dead or hung, against the age of its reports.
 
-To make a machine die, the benchmark kills all processes of the machine's part of the cluster. To
-make a machine hang, it stops all of them. Another machine's broker then shows the machine as
-silent. The baseline is from the same run: how old the machine's last report is while all is well.
-With Ray in the environment, Ray carries the reports. Otherwise a ledger listens on a unix socket.
+To make a machine die, the benchmark sends SIGKILL to the machine's agent and its descendants. To
+make a machine hang, the benchmark sends SIGSTOP to the same processes. After some time, the broker
+of another machine shows the machine as silent. The baseline, in the same run, is the age of the
+machine's last report while the machine works. With Ray in the environment, Ray carries the reports.
+Otherwise, the reports go to a ledger that listens on a unix socket.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from tests.cluster.kit import Cluster, family
 #: The benchmark kills or stops the machine LOST, and asks the broker of the machine ASKED.
 LOST, ASKED = "m1", "m2"
 
-#: Seconds between two requests. A broker may give the same view in all answers of one second.
+#: Seconds between two requests for the cluster's view. The broker may renew its view only once a
+#: second.
 BETWEEN = 0.2
 
 
 def node(cluster: Cluster) -> dict[str, Any]:
-    """Return the row of LOST in the view of ASKED; {} if there is no view or no such row."""
+    """Return what the broker of ASKED shows about the machine LOST; {} if it shows nothing."""
     with cluster.brokers[ASKED].client() as client:
         view = client.call("cluster", timeout=30)["view"]
     rows = view["nodes"] if view else []
@@ -51,14 +53,14 @@ def seconds_until(cluster: Cluster, state: str) -> float:
 
 
 def send(cluster: Cluster, number: int) -> None:
-    """Send a signal to all processes of the machine's part of the cluster, parents first."""
+    """Send a signal to the agent of LOST, and then to each of the agent's descendants."""
     for pid in family(cluster.agents[LOST].process.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def ages(cluster: Cluster, looks: int) -> Iterator[float]:
-    """Yield the age of the machine's last report, in milliseconds."""
+    """Yield, at each look, the age of the last report of LOST, in milliseconds."""
     for _ in range(looks):
         time.sleep(1.1)  # after this time, the broker has a new view
         if found := node(cluster):
@@ -87,8 +89,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                 send(cluster, signal.SIGKILL)
                 agent.kill()
                 agent.start()
-                # Do not measure this time: here, the agent may reach Ray through another machine's
-                # raylet.
+                # Do not measure the time until LOST is back. All machines run on this host, so the
+                # new agent may reach Ray through the raylet of another machine.
                 seconds_until(cluster, "present")
     finally:
         cluster.close()

@@ -2,13 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """Memory that a machine needs to be in a cluster, against the memory of its broker.
 
-Both figures are from the same run. Three machines are simulated by processes of this host. With Ray
-in the environment, each machine runs ``jupyter gpupool node``. Otherwise each machine runs an
-agent, and one ledger listens on a unix socket. Processes of a real machine share some memory, and
-the machine needs this memory only once. Here, the processes of all three machines share this memory
-with each other. So the true figure of one machine is between two figures: ``pss_bytes`` divides
-each page among all processes of this host that have it, and ``rss_bytes`` counts each page in every
-process that has it.
+The benchmark measures both in the same run. Processes of this host play three machines. With Ray in
+the environment, each machine runs ``jupyter gpupool node``. Otherwise each machine runs an agent,
+and one ledger listens on a unix socket.
+
+``pss_bytes`` divides each memory page among all processes of this host that share it. This figure
+is too low, because the processes of all three machines share pages here. ``rss_bytes`` counts a
+page once for each process that has it. This figure is too high, because a real machine needs a
+shared page only once. The true figure of one machine is between the two.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from benchmarks.common import pss, rss
 from tests.broker.kit import remove, short_folder, wait_until
 from tests.cluster.kit import Cluster, family
 
-#: Text in a command line, and the part of a machine to which a process with this text belongs. The
-#: first match counts.
+#: Pairs: a text, and the part of a machine to which a process belongs if its command line contains
+#: the text. The first pair that matches counts.
 PARTS = (
     ("cluster.ray_agent", "agent"),
     ("cluster.agent_service", "agent"),
@@ -38,7 +39,7 @@ PARTS = (
 #: Kernels with a slice while the memory is read.
 KERNELS = 2
 
-#: Seconds between two readings, and the greatest relative change of a machine that is at rest.
+#: Seconds between two readings, and by which fraction the memory of a machine at rest may change.
 BETWEEN, CHANGE = 5.0, 0.01
 
 
@@ -87,9 +88,9 @@ def machines(cluster: Cluster) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def settled(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    """Wait until no machine's memory changes, then return :func:`machines`.
+    """Wait until no machine's memory changes, then return the result of :func:`machines`.
 
-    Ray starts its helper processes late.
+    Ray starts some of its helper processes only after a while.
     """
     looks: list[dict[str, dict[str, Any]]] = [dict(machines(cluster))]
 

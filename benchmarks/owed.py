@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Computes from the journal how much of each wait is due to a time slice. Not a benchmark itself.
+"""Computes which part of each wait the pool owes to a time slice of the crowd.
 
-The pool must have one device.
+The figures come from the journal of a pool with one device. This module is not a benchmark itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait for a slice: its group, its begin, and the seconds that are due to a time slice."""
+    """A wait for a slice: its group, its begin, and the seconds that the pool owes to the crowd."""
 
     group: str
     asked: float
@@ -25,14 +25,14 @@ class Wait:
 def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wait]:
     """Return the waits of all groups except ``crowd``, whose time slices last ``seconds``.
 
-    A kernel of the crowd keeps its slice for ``seconds`` before the pool may preempt it in favour
-    of another group. :attr:`Wait.owed` is the time from the request until the first of these time
-    slices ends. If the victim is idle, the pool suspends it earlier. In this case,
-    :attr:`Wait.owed` ends at the start of the suspend. During the rest of the wait, the pool moves
+    A kernel of the crowd keeps its slice for ``seconds``. Only after this time slice may the pool
+    preempt the kernel in favour of another group. :attr:`Wait.owed` is the time from the request
+    until the first time slice of the crowd ends. If the pool suspends an idle victim earlier,
+    :attr:`Wait.owed` ends at the start of this suspend. In the rest of the wait, the pool moves
     states and serves earlier requests.
     """
     found: list[Wait] = []
-    #: By session of the crowd: when it got its present slice.
+    #: For each session of the crowd that has a slice: the time at which it got the slice.
     began: dict[str, float] = {}
     #: By waiting session: its group, the time of its request, and the seconds from the request
     #: until the first time slice of the crowd ends.
@@ -64,10 +64,11 @@ def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wa
 
 
 def beyond(turns: Sequence[tuple[float, float]], waited: Sequence[Wait]) -> list[float]:
-    """Return the seconds of each turn of a player, without the part that is due to time slices.
+    """Return the seconds of each turn of a player, minus the owed seconds of its waits.
 
-    ``turns`` has the begin and the seconds of each turn, as in ``Player.times``. ``waited`` has the
-    waits of the same player.
+    ``turns`` has the begin and the seconds of each turn, as in ``Player.times``. ``waited`` has all
+    waits of the same player. A wait belongs to the turn during which the player asked for the
+    slice.
     """
     ends = [begun for begun, _ in turns[1:]] + [math.inf]
     return [

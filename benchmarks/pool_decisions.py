@@ -4,23 +4,23 @@
 
 ``python -m benchmarks.pool_decisions [--seconds 2] [--sizes 10,100,300,1000]`` prints JSON.
 
-A decision is the handling of one event. Its time contains all actions that the pool decides on
-(grants, suspends, messages about the queue). The actions themselves take no processor time here.
-They complete after the same simulated time as real actions. Samples of devices are no decisions, so
-they are reported separately.
+A decision is the handling of one event by the pool. In this time, the pool chooses its actions:
+grants, suspends, and messages about the queue. The simulation does not run the actions. It reports
+the end of each action to the pool after a realistic simulated time. A sample of a device is not a
+decision, so the samples have their own figure.
 
-The workload is a day in a busy lab, replayed as fast as the pool can. Every session runs cells (log
-normal, median 20 s) with pauses in between (median 60 s), so the sessions want far more slices than
-exist. There are five request sizes, three priority classes and 50 owners, one of them with a quota.
-Suspends run at 4 GB/s and resumes at 7 GB/s. The pool gets ticks when it asks for them, and device
-samples every 5 s. Sometimes a kernel ends and another one starts. Two devices in five are of
-another model.
+The workload is a day in a busy lab, replayed as fast as the pool can. Every session runs cells
+(log normal, median 20 s) with pauses (median 60 s). So the sessions want far more slices than
+exist. There are five request sizes, three priority classes and 50 owners. One owner has a quota.
+Suspends run at 4 GB/s and resumes at 7 GB/s. The pool gets ticks when it asks for them, and a
+sample of each device every 5 s. Sometimes a kernel ends and another kernel starts. Two of five
+devices are of a different model.
 
-``--rules`` turns every rule on: the owners are in six groups of a tree with guarantees, weights,
-caps and a daily budget, and all four rules preempt sessions in use.
+``--rules`` turns every rule on. The owners are then in a tree of six groups with guarantees,
+weights, caps and a daily budget, and each of the four preemption rules may preempt sessions in use.
 
-``exponent`` is the slope of log(time per decision) over log(sessions), by least squares: 0 means
-that the cost does not depend on the number of sessions.
+``exponent`` describes how the time of a decision grows with the number of sessions. It is the slope
+of log(time) over log(sessions), by least squares. 0 means that the time does not grow.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ SIZES = (2, 4, 8, 16, 40)
 WEIGHTS = (20, 45, 20, 10, 5)
 SAMPLE = 5.0
 
-#: By number of sessions: milliseconds of a decision, p50 and p99. One machine has at most 16
-#: devices and 1,000 sessions.
+#: For each number of sessions: the most milliseconds of a decision at p50 and at p99. A machine has
+#: at most 16 devices and 1,000 sessions.
 BUDGETS_MS = {300: (0.3, 2.0), 1000: (3.0, 15.0)}
 #: The same budgets with ``--rules``.
 RULES_MS = {300: (0.6, 4.0)}
@@ -106,7 +106,7 @@ class Lab:
         self.kinds: Counter[str] = Counter()
         names = sorted(RULES["groups"]) if rules else [""]
         self.owners = [Owner(f"user{i}", names[i % len(names)]) for i in range(50)]
-        #: By session with a preempted cell: the computing seconds that the cell still needs.
+        #: For each session with a preempted cell: the seconds that the cell must still compute.
         self.left: dict[str, float] = {}
         self.ends: dict[str, tuple[int, float]] = {}
         self.used: dict[str, int] = {}
@@ -243,7 +243,7 @@ class Lab:
             leases.pop(name, None)
 
     def sample(self, uuid: str) -> None:
-        # A broker reads the sessions on each device from NVML, and reports them to the pool.
+        # Report each session's memory on the device to the pool, as a broker reads it from NVML.
         prints = {name: size * 8 // 10 for name, size in self.leases.get(uuid, {}).items()}
         self.send(ev.DeviceMemorySeen(now=self.now, device=uuid, foreign=0, footprints=prints))
         self.at(self.now + SAMPLE, "sample", uuid)
@@ -285,7 +285,7 @@ def measure(sessions: int, seconds: float, seed: int, *, rules: bool = False) ->
 
 
 def calibration() -> float:
-    """Return this core's present speed: the ns of one dict look-up and addition."""
+    """Return the nanoseconds of a dict look-up and an addition: the present speed of this core."""
     numbers = {i: i for i in range(1000)}
     best = math.inf
     for _ in range(20):
@@ -307,7 +307,7 @@ def exponent(points: list[tuple[float, float]]) -> float:
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return a result for each number of sessions, and the growth over all."""
+    """Run, and return a result for each number of sessions, and the exponent of the growth."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer sizes, half a second each")
     parser.add_argument("--seconds", type=float, default=0.0, help="per size (default 2)")

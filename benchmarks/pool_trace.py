@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Counts the code of the pool that one event runs: Python calls, functions, and files.
 
-``python -m benchmarks.pool_trace`` prints a JSON object per event of a short story on two GPUs with
-two sessions. A reader who follows the event through the code must open ``files`` files, and must
-change ``changes_of_file`` times from one file to another.
+``python -m benchmarks.pool_trace`` handles the events of a short story on two GPUs with two
+sessions, and prints figures for each event as JSON. ``calls`` and ``functions`` count the Python
+calls and the different functions. A reader who follows the event through the code must open
+``files`` files, and must change the file ``changes_of_file`` times.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 """Waits of kernels and moves of state, on workloads that do not depend on the pool.
 
 Every session has its own random numbers for its thinking time, its computing time and its memory.
-They do not depend on the pool's decisions, so two versions of the pool can be compared seed by
-seed. Run the module in the source tree of each version. The command ``python -m
-benchmarks.pool_waits --seeds 5`` prints one JSON line per workload, with the seconds of waiting per
-cell, the number of suspends and the number of cells.
+These numbers do not depend on the pool's decisions. So the same seed gives the same workload to two
+versions of the pool. To compare two versions, run the module in the source tree of each. ``python
+-m benchmarks.pool_waits --seeds 5`` prints one JSON line for each workload, with the seconds of
+waiting per cell, the number of suspends and the number of cells.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Quota, 
 
 #: (sessions, devices, simulated seconds), from a light load to a large overload.
 WORKLOADS = ((60, 4, 1800), (100, 4, 1800), (300, 16, 900), (300, 4, 900))
-#: The waits of a workload may be at most this many times as long as under the older rule of
-#: residence.
+#: The highest allowed ratio: the seconds of waiting per cell, divided by the same figure under the
+#: older rule of residence ("clock").
 MOST_WAIT = 1.05
 SIZES, WEIGHTS = (2, 4, 8, 16, 40), (20, 45, 20, 10, 5)
 
@@ -43,8 +43,9 @@ class Workload:
         self.asked: dict[str, float] = {}
         self.waited = 0.0
         self.cells = self.suspends = self.moves = 0
-        #: By session: when its cell last began or continued, and the number of that turn. ``left``
-        #: has the seconds of computing that the cell still needs.
+        #: ``running`` has, for each computing session, when its cell began or was resumed, and a
+        #: number that marks this run of the cell. ``left`` has, for each unfinished cell, the
+        #: seconds that it had to compute at this time.
         self.running: dict[str, tuple[float, int]] = {}
         self.left: dict[str, float] = {}
         for i in range(devices):
@@ -101,7 +102,7 @@ class Workload:
                 self.told(a)
 
     def told(self, action: ev.QueueMoved) -> None:
-        """Ignore a message about a wait; a subclass may use it."""
+        """Do nothing with a message about a wait. A subclass may overwrite this method."""
 
     def run(self, until: float) -> None:
         while self.heap[0][0] < until:
@@ -145,7 +146,7 @@ class Workload:
 
 
 def measure(sessions: int, devices: int, until: float, seeds: int, **rules: Any) -> dict[str, Any]:
-    """Return waits and moves of one workload, over all seeds."""
+    """Return the waits and the suspends of one workload, summed over all seeds."""
     cells = suspends = 0
     waited = 0.0
     for seed in range(seeds):

@@ -23,12 +23,13 @@ ROOT = Path(__file__).parents[1]
 #: The most seconds to wait for a program, a cell or an answer. A longer wait is a failure.
 PATIENCE = 600.0
 
-#: Kernels start one at a time, because each chooses its TCP ports before it binds them.
+#: Makes kernels start one at a time: a kernel chooses TCP ports some time before it binds them, so
+#: two starting kernels could choose the same ports.
 _starting = threading.Lock()
 
 
 class Program:
-    """``python -m benchmarks.workload ROLE`` under ``jupyter gpupool run`` with these options."""
+    """A process of ``jupyter gpupool run OPTIONS -- python -m benchmarks.workload ROLE``."""
 
     def __init__(self, folder: Path, name: str, options: list[str], role: list[str]) -> None:
         self.name = name
@@ -56,7 +57,7 @@ class Program:
                 self.process.wait(20)
 
     def result(self, *, stop: bool = False, seconds: float = PATIENCE) -> dict[str, Any]:
-        """Wait for the program's end, and return the JSON object that it prints.
+        """Wait for the program's end, and return the JSON object that the program has printed.
 
         With ``stop``, send SIGTERM first.
         """
@@ -120,9 +121,9 @@ class Service(Program):
 class Player(threading.Thread):
     """Takes one turn after another, with pauses in between, until :meth:`stop` is called.
 
-    ``pause`` is the mean of the pauses (each is 0.5 to 1.5 times the mean, at random).
-    :attr:`times` has a pair for each turn: when it began, and its seconds. :attr:`error` describes
-    the first failure; it is "" if there was no failure.
+    ``pause`` is the mean length of a pause. Each pause is a random length from 0.5 to 1.5 times the
+    mean. :attr:`times` has a pair for each turn: the time at which the turn began, and its seconds.
+    :attr:`error` describes the first failure; it is "" if there was no failure.
     """
 
     def __init__(self, pause: float, seed: int) -> None:
@@ -130,8 +131,8 @@ class Player(threading.Thread):
         self.pause = pause
         self.times: list[tuple[float, float]] = []
         self.error = ""
-        #: ``open`` is set once the process runs. ``ready`` is set once the process has everything
-        #: that its turns need, for example its first slice.
+        #: ``open`` is set when the player's process runs. ``ready`` is set when the player can take
+        #: its first turn, for example because a notebook has had its first slice.
         self.open, self.ready = threading.Event(), threading.Event()
         self._stopped = threading.Event()
         self._random = random.Random(seed)
@@ -140,11 +141,11 @@ class Player(threading.Thread):
         """Do what comes before the first turn."""
 
     def turn(self) -> float:
-        """Take one turn; return the seconds to record in :attr:`times`."""
+        """Take one turn; return the seconds that :attr:`times` records for it."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Do what comes after the last turn, also after an error."""
+        """Check the state and end the process. This runs after the last turn or an error."""
 
     def run(self) -> None:
         for part in (self._play, self.finish):
@@ -167,7 +168,7 @@ class Player(threading.Thread):
         self._stopped.set()
 
     def taken(self, since: float = 0.0, until: float = float("inf")) -> list[float]:
-        """Return the seconds of the turns that began between two times."""
+        """Return the seconds of each turn that began in the time from ``since`` to ``until``."""
         return [took for at, took in list(self.times) if since <= at < until]
 
 
@@ -190,7 +191,7 @@ class Client(Player):
 
 
 class Notebook(Player):
-    """A user at a notebook, whose cells compute, change the state and check it."""
+    """A user who runs cells in a notebook. Each cell computes, changes the state and checks it."""
 
     def __init__(
         self, pause: float, seed: int, *, size: int, seconds: float, **slice_: Any
@@ -224,9 +225,9 @@ class Notebook(Player):
 
 
 def start(players: list[Any], *, ready: bool = True) -> None:
-    """Start the players, and wait until all are ready.
+    """Start the players, and wait until all players are ready.
 
-    Without ``ready``, only wait until their processes run.
+    If ``ready`` is False, wait only until the processes of the players run.
     """
     for one in players:
         one.start()

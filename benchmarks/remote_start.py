@@ -2,11 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """Time to start a kernel on another machine, against the time to start one on this machine.
 
-The time is from the request to the kernel's first answer. The baselines are a kernel on this
-machine of the cluster, and a kernel on a machine that is in no cluster. All kernels are pooled,
-belong to the same user, and start in turns. The machines of the cluster are brokers and agents on
-this host, with MUNGE daemons. With Ray in the environment, Ray carries the orders. Otherwise a
-ledger that listens on a unix socket carries them.
+The time is from the request to the kernel's first answer. There are two baselines: a kernel on the
+server's own machine in the cluster, and a kernel on a machine that is in no cluster. All kernels
+are Pooled GPU kernels of the same user. The three kinds of starts take turns, in a random order.
+Each machine of the cluster is a broker, an agent and a MUNGE daemon on this host. With Ray in the
+environment, Ray carries the orders to start a kernel. Otherwise, a ledger that listens on a unix
+socket carries them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from tests.broker.kit import Broker, remove, short_folder
 from tests.cluster.kit import family
 from tests.cluster.remotes import ROOTS, HostingBroker, Server, identified
 
-#: Where a kernel starts: on a machine in no cluster, on the server's machine, on another one.
+#: Where a kernel starts: on a machine in no cluster, on the server's machine in the cluster, or on
+#: another machine of the cluster.
 ALONE, HERE, AWAY = "no cluster", "here", "another machine"
 
-#: A start may take at most this many milliseconds longer than a start of a pooled kernel on this
-#: machine.
+#: A start on another machine may take at most this many milliseconds longer than a start on the
+#: server's machine.
 BUDGET_MS = 300.0
 
 
@@ -83,8 +85,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     with identified(make) as cluster, machine_alone() as alone:
         kept = cluster.kernel("m0")
         kept.attach()
-        # A remote kernel asks for all the free memory of m1. m0 has less, so the kernel starts on
-        # m1.
+        # A remote kernel asks for all free memory of m1. It does not fit on m0, because ``kept``
+        # has a slice there. So it starts on m1.
         (device,) = cluster.brokers["m1"].status()["devices"]
         memory = device["memory_free"]
         processes = [*cluster.brokers.values(), *cluster.agents.values(), cluster.ledger]
@@ -120,8 +122,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         "kernels": {where: summary(times) for where, times in took.items()},
         "difference_p50_ms": more,
         "difference_of_the_cluster_p50_ms": here - percentile(took[ALONE], 50),
-        # Processor time of the kernel, the server, the brokers, the agents and the ledger. On a
-        # busy machine, use this figure: other work delays the kernel start itself.
+        # Processor time of the kernel, the server, the brokers, the agents and the ledger. Use this
+        # figure on a busy machine, because other work there makes the start itself longer.
         "processor_ms": {where: summary(times) for where, times in spent.items()},
         "processor_difference_p50_ms": percentile(spent[AWAY], 50) - percentile(spent[HERE], 50),
         "budgets": [budget("kernel start on another machine, p50", more, BUDGET_MS, "ms")],

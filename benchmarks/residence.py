@@ -1,18 +1,19 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Waits of cells when two kernels want one GPU in turn, and the share of time that moves take.
+"""Waits of cells when two kernels use one GPU in turn, and the share of the time that moves take.
 
-``python -m benchmarks residence [--quick]`` prints a table for each rule of minimum residence
-(``jupyter_gpupool/pool/residence.py``) and writes the figures; ``docs/make_residence.py`` makes the
-page of the documentation from them. It uses no GPU and no kernel: a simulated clock drives the pool
-itself. ``python -m benchmarks.residence --kernels`` measures two real kernels instead, on an
-emulated GPU, and also runs with an older version of the package.
+``python -m benchmarks residence [--quick]`` measures each rule of minimum residence
+(``jupyter_gpupool/pool/residence.py``) and writes the figures. ``docs/make_residence.py`` makes a
+page of the documentation from these figures. The benchmark uses no GPU and no kernel: it drives the
+real pool with a simulated clock. ``python -m benchmarks.residence --kernels`` measures two real
+kernels on an emulated GPU instead. With this option, the module also runs with an older version of
+the package.
 
-Each of two sessions needs the whole device. A session runs a cell of half a second (times a random
-factor of 0.5 to 1.5), thinks for the think time of the row (also times a random factor of 0.5 to
-1.5), and wants the device again. A suspend takes 0.3 s and 1 s for each 4 GB. A resume takes 0.3 s
-and 1 s for each 7 GB. These are figures that others report for NVIDIA's driver on single GPUs. The
-benchmark uses these figures until this project has measured its own.
+Each of two sessions needs the whole device. A session runs a cell of 0.5 s, thinks for the think
+time of the row, and wants the device again. Both times are multiplied by a random factor from 0.5
+to 1.5. A suspend takes 0.3 s plus 1 s for each 4 GB. A resume takes 0.3 s plus 1 s for each 7 GB.
+Others report these speeds for NVIDIA's driver on single GPUs. The benchmark uses them until this
+project has measured its own.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def resume_seconds(size: float) -> float:
 
 
 class Pair:
-    """Two sessions on one device, and the clock. The pool is real, all else is simulated."""
+    """Two sessions on one device, and a clock. Everything but the pool is simulated."""
 
     def __init__(self, rule: str, think: float, gib: float, seed: int = 0) -> None:
         self.rng = random.Random(seed)
@@ -68,7 +69,8 @@ class Pair:
         self.heap: list[tuple[float, int, str, str, float]] = []
         self.waits: list[float] = []
         self.asked: dict[str, float] = {}
-        #: Seconds of moves, seconds of computing, and seconds of waits outside moves and computing.
+        #: Seconds in which a state moves, seconds in which a session computes and no state moves,
+        #: and seconds in which a session only waits.
         self.moving = self.computing = self.idle = 0.0
         self.moves = 0
         self.busy: set[str] = set()
@@ -167,7 +169,7 @@ def simulate(rule: str, think: float, gib: float, *, quick: bool = False) -> dic
 
 
 def kernels(gib: float, turns: int) -> dict[str, Any]:
-    """Let two real kernels run short cells in turns on an emulated GPU; return their waits."""
+    """Run short cells in two real kernels in turn, on an emulated GPU; return their waits."""
     from benchmarks.kernels import Kernel, private_pool
     from jupyter_gpupool.client import Client
 
@@ -195,7 +197,7 @@ def kernels(gib: float, turns: int) -> dict[str, Any]:
         rows = client.call("journal", after=0, limit=1000)["rows"]
     took = [
         statistics.median(r["seconds"] for r in rows if r["kind"] == "suspend"),
-        # Do not take ``seconds`` of the row of a resume: this field is the time of the wait.
+        # In the row of a resume, ``seconds`` is the whole wait. So take the driver's seconds.
         statistics.median(r["detail"]["driver_seconds"] for r in rows if r["kind"] == "resume"),
     ]
     return {

@@ -2,20 +2,22 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of a kernel, end to end, against the time of the driver alone.
 
-A Pooled GPU kernel in policy ``lazy`` writes every byte of its device memory, gives its slice back
-and takes it again, in turn, as in a notebook:
+A Pooled GPU kernel with policy ``lazy`` writes every byte of its device memory. Then it repeatedly
+gives its slice back and takes it again, as a notebook does. The benchmark reports three times:
 
-- *suspend*: from the broker's decision (the journal's row ``detaching``) to the end of the suspend
-  (``detached``): the broker closes the page's gate, waits for calls in flight, finds the processes,
-  lets the driver checkpoint them, waits until NVML shows the memory free, and writes the journal.
-- *asked*: the time between the session's request to give back its slice and that decision. The
-  request comes as soon as the cell has ended.
-- *resume*: the time of the first CUDA call after the suspend, measured in the kernel (the call
-  reads one byte of device memory), minus the time of the same call with an attached slice. It
-  contains the request, the plan, the driver's restore, the journal, the page and the gate.
+- *suspend*: from the broker's decision (row ``detaching`` of the journal) to the end of the suspend
+  (row ``detached``). In this time, the broker closes the page's gate, waits for calls in flight,
+  finds the processes, lets the driver checkpoint them, waits until NVML shows the memory free, and
+  writes the journal.
+- *asked*: from the request to give the slice back to the broker's decision. The benchmark sends the
+  request as soon as the cell has ended.
+- *resume*: how much longer the first CUDA call after the suspend takes than the same call with an
+  attached slice. The call reads one byte of device memory, and the kernel measures its time. The
+  difference contains the request, the plan, the driver's restore, the journal, the page and the
+  gate.
 
-The baseline of the same run is the time of the driver calls, which the device worker measures and
-the journal stores. The benchmark uses a real driver if the machine has one, and otherwise the
+The baseline, in the same run, is the time of the driver calls. The device worker measures it, and
+the journal stores it. The benchmark uses a real driver if the machine has one, and otherwise the
 emulated driver.
 """
 
@@ -62,7 +64,7 @@ touch()
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return by size: the whole time, the driver's time, and their difference in ms."""
+    """Run, and return, for each size, the milliseconds in all and in the driver, and the rest."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller sizes")
     parser.add_argument("--rounds", type=int, default=0)
@@ -134,7 +136,7 @@ def wait_detached(client: Client, session: str) -> None:
 
 
 def compare(whole: Sequence[float], driver: Sequence[float]) -> dict[str, Any]:
-    """Return the whole time, the driver's time, and their ratio and difference."""
+    """Return the whole times, the times of the driver calls, and their ratio and difference."""
     return {
         "whole_ms": summary(whole),
         "driver_ms": summary(driver),

@@ -1,12 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Checks the texts about a crowded pool: do all places agree, and do the texts come true?
+"""Checks what a crowded pool tells its users: do all texts agree, and do they come true?
 
-There are three scenes with real notebooks in a real JupyterLab, a real broker and real neighbours
-on its devices. At each look the benchmark reads the figure from the chip, the cell, the panel and
-``jupyter gpupool status`` (and from ``%gpu``, if the kernel is free to run it). All of them must be
-equal to the broker's own figure at that moment. The end of a row says what happened after the look.
-``python -m benchmarks.ui_contended`` prints the table.
+There are three scenes with real notebooks in a real JupyterLab, a real broker, and real kernels of
+other users on its devices. The pool tells a user the time of a wait or of an idle slice in several
+places: the chip, the cell, the panel, ``jupyter gpupool status``, and ``%gpu`` if the kernel is
+free to run it. A look reads this time in all places. Each of them must show the broker's own figure
+at that moment. Each look is a row of a table, and the end of the row says what happened after the
+look. ``python -m benchmarks.ui_contended`` prints the table.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.common import budget
 from benchmarks.ui_rest import ROOT, stage
 from jupyter_gpupool.units import format_clock, range_ends, wait_of
 
-#: Finds the time of a wait, or of an idle slice, in the text of any of the places.
+#: Finds the time in a text about a wait or about an idle slice. It fits the texts of all places.
 FIGURE = re.compile(
     r"(?P<range>(?:up to |[\d.]+(?: \w+)? to )[\d.]+ \w+) left"
     r"|for (?P<waited>[\d.]+ (?:s|min|h)), no estimate yet"
@@ -37,7 +38,7 @@ FIGURE = re.compile(
 
 #: Seconds between two looks.
 LOOK = 4.0
-#: The broker sees this many waits before the benchmark reads a range.
+#: In the second scene, this many waits happen before the look, so the broker can learn from them.
 EARLIER = 10
 
 #: Uses the GPU until the file ``flag`` exists.
@@ -51,7 +52,7 @@ while not Path({flag!r}).exists():
     small.fill(7, stream=stream); stream.sync(); time.sleep(0.05)
 """
 
-#: Read the chip, the cell and the panel's two lines at one instant.
+#: JavaScript that reads the texts of the chip, of the cell and of two lines of the panel at once.
 READ = """
 const text = (node, selector) => node?.querySelector(selector)?.textContent ?? '';
 const panel = [...jupyterapp.shell.widgets('main')].find(w => w.context?.path === path).node;
@@ -66,7 +67,7 @@ return {
 };
 """
 
-#: Run ``%gpu`` in the notebook's kernel, as a cell does.
+#: JavaScript that runs ``%gpu`` in the notebook's kernel, and returns its output.
 MAGIC = """
 const panel = [...jupyterapp.shell.widgets('main')].find(w => w.context?.path === path);
 const run = panel.sessionContext.session.kernel.requestExecute({ code: '%gpu' });
@@ -83,10 +84,10 @@ class Seen:
 
     scene: str
     at: float
-    #: The broker's own figure, before and after the benchmark read the other places.
+    #: The broker's own figure before the look, and its own figure after the look.
     true: tuple[str, str]
-    #: All figures that the broker had while the benchmark read, and in the second before that. A
-    #: page updates its clocks once a second, so a page may show a figure of the second before.
+    #: All figures that a place may show: the broker's figures during the look and in the second
+    #: before it. A page updates its clocks once a second, so its figure may be a second old.
     allowed: tuple[str, ...]
     figures: dict[str, str]
     since: float | None = None
@@ -120,7 +121,7 @@ def told(session: dict[str, Any], now: float) -> str:
 def figures_between(
     before: tuple[dict[str, Any], float], after: tuple[dict[str, Any], float]
 ) -> tuple[str, ...]:
-    """Return the figures that a page may show from a second before ``before`` until ``after``."""
+    """Return all figures from a second before ``before`` until ``after``, in steps of 0.1 s."""
     begin, end = before[1] - 1.0, after[1]
     times = [begin + 0.1 * step for step in range(int((end - begin) / 0.1) + 1)]
     return tuple(
@@ -144,7 +145,7 @@ class Replay:
         return found, float(status["now"])
 
     def cli(self, name: str) -> str:
-        """Return what ``jupyter gpupool status`` prints of a session."""
+        """Return the lines about a session in the output of ``jupyter gpupool status``."""
         session, _ = self.status(name)
         done = subprocess.run(
             [sys.executable, "-m", "jupyter_gpupool.cli", "status"],
@@ -184,7 +185,7 @@ class Replay:
         return str(self.status(name)[0]["state"])
 
     def happens(self, what: str, *, right: bool = True) -> None:
-        """Record ``what`` as the outcome of each look that has none, and check the look's text."""
+        """Record ``what`` as the outcome of all looks without an outcome; check these looks."""
         now = time.time()
         for seen in self.looks:
             if not seen.happened:
@@ -216,7 +217,7 @@ def crowd(replay: Replay, earlier: int) -> None:
     page.run("jupyterapp.commands.execute('notebook:run-cell').catch(() => undefined);")
     label = f"{name}.ipynb"
     replay.wait("it waits", lambda: replay.state(label) == "queued")
-    # The agent shows its line in the cell's output after some seconds of a wait.
+    # The agent shows the text about a wait in the cell only after some seconds. So wait for it.
     script = f"const path = {json.dumps(label)};" + READ
     replay.wait("the cell's line", lambda: page.run(script)["cell"])
     begun = time.time()
@@ -243,7 +244,7 @@ def mine(replay: Replay, name: str) -> str:
 
 
 def countdown(replay: Replay) -> None:
-    """An idle kernel counts down; then another kernel asks for its slice."""
+    """The chip of an idle kernel counts down. Then another kernel asks for the kernel's slice."""
     scene, place = "idle, nobody waits; then somebody does", replay.place
     place.do_fresh(idle_timeout=3600, preempt=[])
     label = mine(replay, "quiet")

@@ -3,16 +3,18 @@
 """Time from the broker's decision to the change of the chip in the page, among 50 sessions.
 
 A real notebook in a real JupyterLab in Chromium runs a cell repeatedly. After each run, the
-benchmark gives the slice back. A decision is a row of the kind ``state`` in the broker's journal,
-with the new state ``active`` or ``detached``. The chip changes when the page's DOM has the text of
-the new state; the browser paints the text with the next frame. The baseline is the time until a
-Python client of the same websocket gets the message.
+benchmark gives the slice back. The decision is the moment at which the kernel enters the state
+``active``, ``idle`` or ``detached``. For ``active`` and ``detached``, the time of the decision is
+in a row of the broker's journal. The journal has no row for ``idle``, the state after the end of a
+cell, so this time comes from the broker's status.
 
-``idle`` is the end of a cell. The journal has no row for it, so its time comes from the status.
+The chip has changed when the page's DOM has the text of the new state. The browser paints the text
+with the next frame. The baseline is the time at which a Python client of the same websocket gets
+the message about the new state.
 
-The broker's times are from a monotonic clock. The page and this process use the machine's clock. So
-the benchmark asks the broker for its time, and computes the offset between the two clocks. The
-page's times are in whole milliseconds.
+The broker's times are from a monotonic clock. The page and this process use the clock of the time
+of day. So the benchmark asks the broker for its time, and computes the offset between the two
+clocks. The page's times are in whole milliseconds.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ POOL = {
     "attach": "cell",
 }
 
-#: The cell runs long enough for the page to show it as active. It ends at a random time between two
-#: polls of the server.
+#: The code of the notebook's cell. The page has time to show the kernel as active. The length is
+#: random, so that the cell does not always end at the same moment between two polls of the server.
 CELL = "import random, time; time.sleep(random.uniform(0.2, 1.2))"
 
-#: The chip's text in a state; see ``labextension/src/words.ts``.
+#: For each state, a pattern for the chip's text; ``labextension/src/words.ts`` makes these texts.
 SAYS = {
     "active": re.compile(r"^[\d.]+ .*on GPU \d+$"),
     "idle": re.compile(r"^Idle"),
@@ -76,12 +78,12 @@ WATCH_CHIP = """
   });
 """
 
-#: Run the cell as Shift-Enter does, without a wait for its end.
+#: Starts the cell as Shift-Enter does. The script does not wait for the end of the cell.
 RUN_CELL = "jupyterapp.commands.execute('notebook:run-cell').catch(() => undefined);"
 
 
 class Listener(threading.Thread):
-    """A client of the server extension's websocket: one kernel's messages, with their times."""
+    """Records the states of one kernel, with times, from the server extension's websocket."""
 
     def __init__(self, url: str, kernel: str) -> None:
         super().__init__(daemon=True)
@@ -110,14 +112,14 @@ class Listener(threading.Thread):
 
 
 class Decisions:
-    """The broker's decisions about one session, in this machine's time."""
+    """Reads the times of the broker's decisions about one session, on the broker's clock."""
 
     def __init__(self, client: Client, session: str) -> None:
         self._client, self._session = client, session
         self._seq = client.call("journal", limit=1, session=session)["rows"][-1]["seq"]
 
     def offset(self) -> float:
-        """Return this machine's time minus the broker's time, from the quickest of five answers."""
+        """Return the time of day minus the broker's time, from the fastest of five answers."""
         found: list[tuple[float, float]] = []
         for _ in range(5):
             begun = time.time()
@@ -127,7 +129,7 @@ class Decisions:
         return min(found)[1]
 
     def last(self, state: str) -> float:
-        """Return when the kernel last entered ``state``, from the rows since the last call."""
+        """Return when the kernel last entered ``state``. Read only the journal's new rows."""
         rows = self._client.call("journal", after=self._seq, session=self._session)["rows"]
         self._seq = rows[-1]["seq"]
         times = [r["time"] for r in rows if r["kind"] == "state" and r["detail"]["new"] == state]
@@ -143,7 +145,7 @@ class Decisions:
 
 def first(heard: list[tuple[float, str]], state: str, after: float) -> float | None:
     """Return the time of the first message with ``state`` after the time ``after``, or None."""
-    # The page's times are in whole milliseconds, so they may be up to 1 ms too early.
+    # The page cuts its times to whole milliseconds. So a time may be up to 1 ms too early.
     return next((at for at, what in heard if what == state and at > after - 0.001), None)
 
 
@@ -214,7 +216,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def measure(
     page: Page, url: str, kernel: str, decisions: Decisions, listener: Listener, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return, by state, the milliseconds from a decision to the change, for chip and client."""
+    """Return two dicts, for the chip and the Python client: milliseconds of changes by state."""
     said: list[tuple[float, str]] = []
 
     def take(told: dict[str, Any]) -> None:

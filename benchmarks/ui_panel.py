@@ -3,12 +3,12 @@
 """What a change of the pool costs the page with the side panel: 50 sessions on 16 devices.
 
 A real JupyterLab in Chromium has one real notebook. 49 small processes take slices, wait for them
-and give them back. All of them belong to the page's own user, because a user's own sessions show
-the most fields. An event is one ``delta`` on the websocket. Its cost is the time of all the page's
-scripts until the next event, from Chromium's trace. This time includes the page's clock, the
-request for the history every 5 s, and the trace itself. Garbage collections between scripts are
-counted separately. The baseline is the cost with the panel closed. The parts with and without the
-panel alternate.
+and give them back. All sessions belong to the user of the page, because the panel shows the most
+fields for the user's own sessions. An event is one ``delta`` on the websocket. The cost of an event
+is the time that all scripts of the page run until the next event, from Chromium's trace. So the
+cost also contains the scripts of the page's clock, the request for the history every 5 s, and the
+trace itself. Garbage collections between scripts have a figure of their own. The baseline, in the
+same run, is the cost with the panel closed. The benchmark opens and closes the panel in turn.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ POOL = {
 }
 WANTING = 40
 
-#: The most seconds to wait for the delta of a change, and the seconds for the page's work on it.
+#: After a change, the benchmark waits up to COMES seconds for its delta, and then RESTS seconds in
+#: which the page handles the delta.
 COMES, RESTS = 1.0, 0.1
 
-#: Chromium's counters of a page's seconds. JupyterLab updates widgets in callbacks of promises, and
-#: ScriptDuration does not contain the time of these callbacks. So the benchmark takes the scripts'
-#: times from the trace.
+#: Chromium's counters of a page, in seconds. JupyterLab updates its widgets in callbacks of
+#: promises. ScriptDuration does not contain these callbacks. So the times of scripts come from the
+#: trace, and not from this counter.
 METRICS = ("TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 
 
@@ -71,13 +72,13 @@ class Deltas:
 
 
 class Crowd:
-    """The processes that take and leave slices, in a random order with a fixed seed."""
+    """The processes that take slices and give them back, in the same random order in each part."""
 
     def __init__(self, members: list[Member], client: Client) -> None:
         self.members, self._client = members, client
 
     def begin(self) -> None:
-        """Prepare all members for a part of the run: most want a slice, and some of them wait."""
+        """Begin a part of the run: WANTING members ask for a slice, so that some of them wait."""
         for member in self.members:
             member.leave()
         self._settle({"detached"})
@@ -126,13 +127,13 @@ def part(page: Page, deltas: Deltas, crowd: Crowd, count: int) -> dict[str, Any]
 
 
 def metrics(page: Page) -> dict[str, float]:
-    """Return Chromium's own account of the page, in seconds."""
+    """Return Chromium's counters of the page, in seconds."""
     found = page.call("Performance.getMetrics")["metrics"]
     return {one["name"]: one["value"] for one in found}
 
 
 def put_together(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the combined figures of parts that were measured in the same way."""
+    """Return one set of figures for several parts, all with the panel shown or all without it."""
 
     def figures(key: str) -> dict[str, float]:
         values = [cost[key] for one in parts for cost in one["costs"]]
@@ -146,12 +147,12 @@ def put_together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     }
     return {
         "script_ms": figures("script"),
-        # Processor time: it does not contain the time of other processes on the same core.
+        # The processor time of the scripts. If another process uses the core, it does not count.
         "script_cpu_ms": figures("cpu"),
         # The page reacts to nothing while a script runs.
         "longest_script_ms": figures("longest"),
-        # Once in some hundred events, the browser collects the garbage of all JupyterLab. It does
-        # so in small steps between scripts.
+        # After every few hundred events, the browser collects the garbage of the whole JupyterLab,
+        # in small steps between scripts.
         "collections_ms": figures("collections"),
         "script_and_collections_ms": figures("both"),
         "events_over_budget": sum(ms > BUDGET_MS for ms in scripts),
@@ -225,7 +226,7 @@ def show(page: Page, shown: bool) -> None:
 
 
 def check(page: Page, shown: bool, client: Client, kernel: str) -> None:
-    """Fail unless the page shows the panel and its sessions."""
+    """Raise an error if the page does not show what it must show in this part."""
     sessions = client.call("status")["sessions"]
     if len(sessions) != SESSIONS or kernel not in {s["kernel_id"] for s in sessions}:
         raise RuntimeError(f"the pool has {len(sessions)} sessions")

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Time of the user interface's request to a Jupyter server: ``GET pool`` with 50 sessions.
 
-The baseline is ``GET api/status`` of the same server. The two requests alternate. This process
-opens the sessions, which have no kernels. The pool has 16 devices. They are always emulated,
-because the benchmark measures only the request.
+The baseline is ``GET api/status`` of the same server. The two requests alternate. The sessions have
+no kernels: this process opens them. The pool has 16 emulated devices, also on a machine with a GPU,
+because only the time of the request matters.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SESSIONS, DEVICES = 50, 16
 
 
 def stage() -> Any:
-    """Return a broker and a server as in the browser tests. The method ``open`` starts both."""
-    # The file belongs to the browser tests. They are no package, so import the file by its path.
+    """Return the stage of the browser tests. Its method ``open`` starts a broker and a server."""
+    # The folder of the browser tests is not a package. So load the module from its file.
     path = ROOT / "labextension" / "ui-tests" / "server.py"
     spec = importlib.util.spec_from_file_location("ui_stage", path)
     if spec is None or spec.loader is None:

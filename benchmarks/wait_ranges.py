@@ -2,13 +2,18 @@
 # Distributed under the terms of the Modified BSD License.
 """How often the pool's range for a wait contains the real wait, in a day of random load.
 
-The pool itself runs on a simulated clock, with the kernels of :mod:`.pool_waits`. The median cell
-takes 20 s, and some cells take many minutes. The median pause takes a minute. Sizes are from 2 to
-40 GiB, and some kernels need two devices. Each range is compared with the real end of the wait. The
-range is rounded, as the user reads it. The user reads it at two kinds of moments. *First told* is
-the moment when the pool gives the first range. *At any look* is once in ``LOOK`` seconds of
-waiting, so a long wait counts more often. Looks without an estimate are counted separately. Ranges
-longer than "up to 5 s" also have their own count, because most waits are only for a suspend.
+The pool is real. The clock is simulated, and the kernels are those of :mod:`.pool_waits`: the
+median cell takes 20 s, some cells take many minutes, and the median pause takes a minute. Sizes are
+from 2 to 40 GiB, and some kernels need two devices.
+
+The benchmark compares each range with the real end of the wait. It uses the rounded range, because
+the user reads the rounded range. There are two figures. *First told* has one range for each wait:
+the first range that the pool gives. *At any look* has one range for each ``LOOK`` seconds of a
+wait, so a long wait counts more often. The looks at which the pool gives no range are counted
+separately.
+
+Most waits last only as long as a suspend, and the pool correctly tells "up to 5 s". So the longer
+ranges also have a figure of their own.
 """
 
 from __future__ import annotations
@@ -26,14 +31,15 @@ from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.evidence import Expected
 from jupyter_gpupool.units import range_ends
 
-#: (sessions, devices). Some sessions wait in the first load, most in the second, few in the third.
+#: Pairs of sessions and devices. In the first load, some sessions wait. In the second load, most
+#: sessions wait. In the third load, few sessions wait.
 LOADS = ((30, 2), (50, 2), (60, 4))
 DAY = 86400.0
 
 #: Seconds between two looks at a wait.
 LOOK = 10.0
 
-#: The shortest range that the pool gives is up to this many seconds.
+#: The shortest range that the pool gives is "up to 5 s". This is its upper end in seconds.
 SHORT = 5.0
 
 #: At least this fraction of the ranges must contain the end of the wait.
@@ -41,11 +47,11 @@ LEAST = 0.8
 
 
 class Told(Workload):
-    """A workload that also remembers each range that the pool gives, until the wait ends."""
+    """A workload that remembers the ranges of each wait, and checks them when the wait ends."""
 
     def __init__(self, sessions: int, devices: int, seed: int, **rules: Any) -> None:
-        #: By session: the time of a range, and the range. ``first`` has the first range of a wait,
-        #: and ``seen`` the range at each look.
+        #: For each waiting session: when the user read a range, and the range. ``first`` has the
+        #: first range of the wait. ``seen`` has the range at each look, or None without a range.
         self.first: dict[str, tuple[float, Expected]] = {}
         self.seen: dict[str, list[tuple[float, Expected | None]]] = {}
         self.right: dict[str, list[bool]] = {"first": [], "look": [], "long": []}
@@ -86,7 +92,7 @@ class Told(Workload):
                 self.right["look"].append(self.holds(at, expected))
 
     def holds(self, at: float, expected: Expected) -> bool:
-        """Return whether the wait ends now within the range that a user read at the time ``at``."""
+        """Return whether the range that a user read at ``at`` contains the present time."""
         left = expected.left(at)
         assert left is not None
         low, high = range_ends(*left)
@@ -98,7 +104,7 @@ class Told(Workload):
 
 
 def measure(sessions: int, devices: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Return the fraction of ranges that contained the end of the wait, for one load."""
+    """Run one load; return, among others, which fraction of the ranges contained the wait's end."""
     work = Told(sessions, devices, seed)
     work.run(seconds)
     share = {name: sum(found) / len(found) if found else None for name, found in work.right.items()}
@@ -119,7 +125,7 @@ def measure(sessions: int, devices: int, seconds: float, seed: int) -> dict[str,
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return by load the fraction of ranges that contained the end of the wait."""
+    """Run, and return for each load the fraction of ranges that contained the end of the wait."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two hours instead of a day")
     options = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Watches a broker: the usage of each group, and grants beyond a device's memory."""
+"""Watches a broker: records each group's usage, and notes grants beyond a device's memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self._socket = socket
         self._stopped = threading.Event()
-        #: Pairs: a time, and the GPU-seconds that each group had used until this time.
+        #: Pairs of a time and a dict: the GPU-seconds of each group from the start to this time.
         self.samples: list[tuple[float, dict[str, float]]] = []
         self.problems: list[str] = []
 
@@ -36,7 +36,7 @@ class Watch(threading.Thread):
                         continue
                     name, today = session["group"], session["group_usage"]["today"]
                     more = today - last.get(name, today)
-                    # If the figure has become smaller, a new day of the budgets has begun.
+                    # ``today`` starts again at 0 when a new day of the daily budgets begins.
                     total[name] = total.get(name, 0.0) + (more if more >= 0 else today)
                     last[name] = today
                 self.samples.append((time.time(), dict(total)))

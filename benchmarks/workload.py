@@ -2,12 +2,16 @@
 # Distributed under the terms of the Modified BSD License.
 """The GPU work of the benchmarks, for cells and for programs under ``jupyter gpupool run``.
 
-``python -m benchmarks.workload serve SOCKET BYTES`` is an inference service. A request is a line of
-JSON with the seconds that the device computes for this request. The answer is also one line.
-``train LOG BYTES`` computes in steps until SIGTERM, and appends a line to LOG for each step. ``job
-BYTES ROUNDS SECONDS`` waits and computes in turns. ``train`` and ``job`` print a JSON object with
-the number of wrong bytes. To compute, a program launches GPU kernels that take the given seconds.
-They occupy the emulated device for that time, and use no processor.
+``python -m benchmarks.workload ROLE`` runs one of three programs:
+
+- ``serve SOCKET BYTES`` is an inference service. A request is a line of JSON with the seconds that
+  the device computes for it. The answer is also a line of JSON.
+- ``train LOG BYTES`` computes in steps until SIGTERM, and appends a line to LOG for each step.
+- ``job BYTES ROUNDS SECONDS`` alternates between waiting and computing.
+
+``train`` and ``job`` print a JSON object with the number of wrong bytes. To compute, a program
+launches GPU kernels that occupy the device for the given seconds. On an emulated device, these
+kernels use no processor time.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Any
 
 from benchmarks.gpu.raw import Raw
 
-#: Seconds of a kernel launch, and of a training step.
+#: The most seconds of one GPU kernel in ``compute``, and the seconds of a training step.
 LAUNCH, STEP = 0.02, 0.05
 
 #: The state of a training changes after this many steps.
@@ -50,7 +54,7 @@ class Work(Raw):
         self.first += 1
 
     def whole(self) -> bool:
-        """Return whether the state is right, by its sum and samples."""
+        """Return whether the state's sum and some single numbers of it are right."""
         return self.check("state", self.first)
 
     def lost(self) -> int:
@@ -73,7 +77,10 @@ def serve(path: str, size: int) -> None:
 
 
 def answer(work: Work, request: dict[str, Any]) -> dict[str, Any]:
-    """Serve one request: compute, then check the whole state (``check``) or its sum (``sum``)."""
+    """Serve one request: compute, and then check the state if the request asks for it.
+
+    ``check`` asks for a check of all bytes, and ``sum`` for a check of the sum and some samples.
+    """
     work.compute(request.get("seconds", 0.0))
     if request.get("check"):
         return {"wrong": work.lost()}
@@ -81,7 +88,7 @@ def answer(work: Work, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(log: str, size: int) -> dict[str, Any]:
-    """Compute until SIGTERM; return the steps and the number of wrong bytes."""
+    """Compute in steps until SIGTERM; return the number of steps and of wrong bytes."""
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
     work, steps = Work(size), 0
@@ -97,7 +104,7 @@ def train(log: str, size: int) -> dict[str, Any]:
 
 
 def job(size: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """Wait and compute in turns, ``seconds`` each; return begin, end and wrong bytes."""
+    """Wait for ``seconds`` and compute for ``seconds``, in each round; return times and errors."""
     begun = time.monotonic()
     work = Work(size)
     for _ in range(rounds):

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Draw the groups of ``groups.md``: ``python docs/make_groups.py``.
 
-The example is a real pool. The bytes in the picture are the bytes of the pool's leases, and the
-pool decides which group gives bytes back. With ``--check``, the program writes nothing and only
-checks whether the picture is up to date.
+The picture shows a real pool. Its bytes are the bytes of the pool's leases, and the pool decides
+which group gives bytes back. With ``--check``, the program writes nothing and only checks whether
+the picture is up to date.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LATE = "bea", "lab", 12
 def example() -> tuple[Pool, str, str]:
     """Return a pool of four GPUs, and the user and the group that lose a slice to the last kernel.
 
-    In this pool, the suspend for the last kernel has begun but not ended. So the last request has
-    changed no lease yet.
+    The pool has begun to suspend the victim's kernel, but the suspend has not ended. So all leases
+    are as they were before the last kernel asked.
     """
     pool = Pool(PoolSettings(host_memory=64 * GiB, resume_headroom=0, groups=GROUPS))
     for n in range(4):
@@ -59,7 +59,7 @@ def example() -> tuple[Pool, str, str]:
 
 
 def held(pool: Pool) -> dict[str, int]:
-    """Return the bytes that the members of each group have on the GPUs."""
+    """Return the bytes on the GPUs for each group, with the bytes of the groups inside it."""
     found = dict.fromkeys(GROUPS, 0)
     for name, (slices, _) in pool.leases().items():
         group = pool.record(name).owner.group

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Write the worked example of ``how-it-works.md`` and its picture: ``python docs/make_planner.py``.
 
-The example is a real pool, and the text of the table is the text of ``Pool.explain``. With
+The example runs a real pool. The decisions in the tables are texts of ``Pool.explain``. With
 ``--check``, the program writes nothing and only checks whether the page and the picture are up to
 date.
 """
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 PAGE, PICTURE = HERE / "how-it-works.md", HERE / "images" / "planner.svg"
 BEGIN, END = "<!-- One pass: written by docs/make_planner.py. -->", "<!-- End of one pass. -->"
 
-#: The users who ask for a slice, in this order, and the GiB that each asks for.
+#: The users in the order in which they ask for a slice, and the GiB that each user asks for.
 ASKS = {"dora": 10, "eve": 14, "fay": 4, "gus": 7}
 RULES = {
     "planned": "step 3: an idle lease yields",
@@ -62,7 +62,7 @@ def example() -> Pool:
 
 SHARES_BEGIN = "<!-- Shares: written by docs/make_planner.py. -->"
 SHARES_END = "<!-- End of shares. -->"
-#: The users who ask later: the group, the class and the GiB of each.
+#: For each user who asks later: the group, the priority class and the GiB of the request.
 LATER = {
     "ben": ("bio", "batch", 8),
     "bea": ("bio", "notebook", 8),
@@ -72,9 +72,9 @@ LATER = {
 
 
 def shares() -> Pool:
-    """Return a pool of two GPUs in which one group has borrowed memory.
+    """Return a pool of two GPUs in which one group has borrowed memory, and four kernels ask.
 
-    Four more kernels have then asked for slices.
+    The four kernels have asked for slices after the loan.
     """
     groups = {
         "bio": Group(guarantee=Portion(percent=50)),
@@ -128,7 +128,7 @@ def gib(size: int) -> str:
 
 
 def table(pool: Pool) -> str:
-    """Return a table of the decisions of the planning pass, with the reasons."""
+    """Return a table of the decisions in the planning pass, and the step that made each."""
     lines = ["| kernel | asks for | decision | by which step |", "|---|---|---|---|"]
     for name, size in ASKS.items():
         told = pool.explain(name)
@@ -154,7 +154,7 @@ _BOX = {
 
 
 def picture(pool: Pool) -> str:
-    """Return a picture of the GPUs after the pass, with the memory that is kept for each kernel."""
+    """Return a picture of the GPUs after the pass: leases, promised memory and reserved memory."""
     title = "One pass: leases, a promise, the reservation of the head of the queue"
     head = (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 320" width="640" height="320" '
@@ -204,7 +204,7 @@ def picture(pool: Pool) -> str:
 
 
 def page(pool: Pool, before: str) -> str:
-    """Return the text of the page with the example in its place."""
+    """Return the text ``before`` of the page with new tables between the markers."""
     for begin, stop, text in (
         (BEGIN, END, table(pool)),
         (SHARES_BEGIN, SHARES_END, shares_table(shares())),

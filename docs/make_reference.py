@@ -96,7 +96,7 @@ def config_page() -> str:
 
 
 def cli_page() -> str:
-    """Return the page. It uses no help text of argparse, which differs between Python versions."""
+    """Return the page. It does not use format_help(): that text differs between Python versions."""
     parts = [_command(*item) for item in commands.subcommands().items() if item[0] != "broker"]
     return NOTE + CLI + "\n".join([*parts, BROKER])
 

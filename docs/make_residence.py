@@ -92,7 +92,7 @@ HEADER = (
 
 
 def latest(name: str = "residence") -> dict[str, Any]:
-    """Return the newest benchmark result with this name."""
+    """Return the result of the benchmark ``name`` with the latest date in its file name."""
     files = sorted(RESULTS.glob(f"{name}-*.json"), key=lambda path: path.stem[-10:])
     found: dict[str, Any] = json.loads(files[-1].read_text())
     return found

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A Sphinx directive ``mermaid`` that draws the state diagram of ``states.md`` as a static SVG.
 
-It can draw only this diagram: its states have fixed places, chosen by hand so that the life of a
-session goes round clockwise. The page loads no script, and the build needs no other tool.
+The directive can draw only this diagram. Each state has a fixed place, chosen so that the life of a
+session runs clockwise. The page loads no script, and the build needs no other tool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from docutils.parsers.rst import Directive
 
 WIDTH, HEIGHT, BOX = 800, 330, (104, 36)
 
-#: The centre of each state. Every state can lead to ``ended``, so ``ended`` gets no arrows.
+#: The centre of each state's box. Every state can lead to ``ended``. So a text replaces the arrows
+#: to ``ended``.
 PLACES = {
     "detached": (90, 160),
     "queued": (270, 60),
@@ -26,8 +27,8 @@ PLACES = {
     "detaching": (480, 260),
     "ended": (90, 290),
 }
-#: The colours of each state. They show whether the session has no slice, gets or loses a slice, has
-#: a slice, or has ended.
+#: The fill and the border colour of each state. The colour shows whether the session has no slice,
+#: waits for a slice, gets or loses a slice, has a slice, or has ended.
 FILLS = {
     "detached": ("#f5f5f5", "#9aa0a6"),
     "queued": ("#fdf4dd", "#c48a00"),
@@ -42,7 +43,7 @@ Point = tuple[float, float]
 
 
 def steps(text: str) -> list[tuple[str, str]]:
-    """Return the arrows of a Mermaid state diagram between two named states.
+    """Return the arrows of a Mermaid state diagram, each as its old and its new state.
 
     Raises
     ------
@@ -97,15 +98,15 @@ def _between(old: str, new: str, both_ways: bool) -> tuple[Point, Point]:
     (x1, y1), (x2, y2) = PLACES[old], PLACES[new]
     dx, dy = x2 - x1, y2 - y1
     length = (dx * dx + dy * dy) ** 0.5
-    # Two opposite arrows between the same boxes are drawn side by side, each on the right of the
-    # direct line.
+    # If arrows go both ways between two boxes, shift each arrow to its right, so that the arrows
+    # lie side by side.
     shift = 7 if both_ways else 0
     sx, sy = -dy / length * shift, dx / length * shift
     return _edge(x1 + sx, y1 + sy, dx, dy, (x1, y1)), _edge(x2 + sx, y2 + sy, -dx, -dy, (x2, y2))
 
 
 def _edge(x: float, y: float, dx: float, dy: float, centre: Point) -> Point:
-    """Return where the ray from (x, y), inside the box around ``centre``, leaves the box."""
+    """Return where a ray leaves the box around ``centre``. It starts inside the box at (x, y)."""
     half = (BOX[0] / 2, BOX[1] / 2)
     ways = []
     for position, delta, middle, size in ((x, dx, centre[0], half[0]), (y, dy, centre[1], half[1])):

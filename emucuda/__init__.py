@@ -4,8 +4,8 @@
 
 ``src/`` is the driver in C, and ``build`` compiles it into ``lib/``. ``machine`` describes
 machines, and returns the environment that selects the driver. ``faults`` makes the driver fail.
-``kernels`` has small kernels as PTX, which this driver and a real driver can run. The package uses
-only the standard library.
+``kernels`` has small kernels as PTX. Both this driver and a real driver can run them. The package
+needs only the standard library.
 """
 
 from __future__ import annotations

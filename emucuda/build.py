@@ -23,8 +23,9 @@ _FLAGS = (
     *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g1", "-Wall", "-Wextra"),
     *("-fPIC", "-fvisibility=hidden", "-pthread"),
 )
-# -Bsymbolic: a process may preload another library of the same SONAME. The tables of this library
-# must still hold this library's own functions. nodelete: the driver's thread outlives a dlclose().
+# A process may preload another library with the same SONAME. With -Bsymbolic, the tables of this
+# library still point to its own functions. With nodelete, the code stays in memory after a
+# dlclose(), because the driver's thread still runs it.
 _LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,now", "-Wl,-z,nodelete", "-ldl", "-lm")
 
 
@@ -48,8 +49,8 @@ def compiler() -> list[str]:
     return command
 
 
-#: The versions of CUDA for which a runtime is compiled, and the flags for each. Programs look up
-#: the symbols of a runtime with a symbol version, which is the runtime's SONAME.
+#: For each runtime library, by SONAME, the extra flags of its compilation. There is one library for
+#: each supported version of CUDA. Programs look up its symbols with a symbol version: the SONAME.
 _RUNTIMES = {f"libcudart.so.{major}": [f"-DRUNTIME={major}"] for major in (12, 13)}
 _VERSIONED = "-Wl,--default-symver"
 
@@ -77,10 +78,10 @@ def compile(  # noqa: A001 - the name that package builds and tests call
 ) -> None:
     """Compile each library in ``out_dir`` that is missing or older than its sources.
 
-    ``sanitize`` (``"address"`` or ``"thread"``) instruments the libraries. A program that loads
-    such libraries must preload the sanitizer's runtime. ``strict`` makes warnings errors. It is for
-    developers: the compiler of a user may be newer, and give new warnings. ``only`` names the
-    libraries to compile; if it is empty, all are compiled.
+    ``sanitize`` (``"address"`` or ``"thread"``) adds this sanitizer to the libraries. A program
+    that loads such libraries must preload the sanitizer's runtime. ``strict`` turns warnings into
+    errors. It is for developers: a user's compiler may be newer and give new warnings. ``only``
+    names the libraries to compile. If ``only`` is empty, the function compiles all libraries.
 
     Raises
     ------
@@ -111,7 +112,7 @@ def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> N
     newest = max(path.stat().st_mtime_ns for path in inputs)
     if target.exists() and target.stat().st_mtime_ns >= newest:
         return
-    # Compile to a temporary name and then rename: a process may be using the old file.
+    # A process may be using the old file. So compile to a temporary name and then rename.
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     link = [*_LINK, f"-Wl,-soname,{target.name}", "-o", str(aside)]
     try:
@@ -120,8 +121,8 @@ def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> N
     finally:
         aside.unlink(missing_ok=True)
     if target.name in _RUNTIMES:
-        # A runtime gets no alias (libcudart.so). So a program that is linked on this machine uses
-        # NVIDIA's runtime, which also works on machines with a GPU.
+        # Make no alias libcudart.so, which a linker would find. A program that is linked on this
+        # machine must use NVIDIA's runtime, so that it also works on machines with a GPU.
         return
     alias = target.with_suffix("")
     if not alias.is_symlink():

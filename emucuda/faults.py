@@ -37,7 +37,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "context-more": ("pid", "device", "bytes"),
     "loaded-code": ("pid", "device", "bytes"),
 }
-#: Faults that need a parameter: its name and an example.
+#: For each fault that needs a parameter: the parameter's name, and an example or the unit.
 _NEEDED = {
     "slow-copies": ("bandwidth", "in bytes/s"),
     "residue": ("bytes", "such as 200MiB"),
@@ -65,8 +65,8 @@ class Faults:
     ``hang``                a checkpoint call never returns
     ======================  ====================================================================
 
-    Quirks are not failures. Each quirk changes one behaviour that may differ between real drivers.
-    A program is ready for real drivers if it works with both behaviours.
+    Quirks are not failures. Each quirk changes one behaviour in which real drivers may differ. A
+    program is ready for real drivers if it works with the quirk and without it.
 
     ========================  ==================================================================
     ``residue``               ``bytes`` of the device are in use and belong to no process
@@ -76,8 +76,9 @@ class Faults:
     ``nvml-lag``              NVML lists a process with its old bytes for ``ms`` after a suspend
     ``suspend-keeps``         a suspended process keeps ``bytes``; NVML lists it, even with 0
     ``restore-keeps-state``   a restore that fails leaves the process CHECKPOINTED
-    ``restore-hides-loss``    a restore that fails leaves the process CHECKPOINTED; all later
-                              restores fail with 304 and leave this state (580.159.04)
+    ``restore-hides-loss``    a restore that fails leaves the process CHECKPOINTED; then every
+                              later restore fails with 304 and leaves it CHECKPOINTED, too (as
+                              driver 580.159.04 does)
     ``restore-more``          a restored process has ``bytes`` more than before
     ``migration-refused``     a restore onto another device fails (NOT_SUPPORTED) and can be
                               repeated
@@ -92,9 +93,9 @@ class Faults:
                               device, as lazily loaded modules do
     ========================  ==================================================================
 
-    ``pid`` (the target process), ``device`` (the machine's index) and ``count`` (how often)
-    restrict a fault. ``code`` is the CUresult to report instead of the usual one (for
-    ``device-lost`` the Xid, 79 by default). ``op`` is the call that hangs.
+    Three parameters restrict a fault: ``pid`` to one process, ``device`` to one device (by its
+    index on the machine), and ``count`` to a number of calls. ``code`` replaces the CUresult in the
+    table; for ``device-lost``, it is the Xid (79 by default). ``op`` is the call that hangs.
     """
 
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
@@ -110,7 +111,8 @@ class Faults:
         """
         _check_fault(name, params)
         words = [name, *(f"{key}={value}" for key, value in params.items())]
-        # The identity lets the fault keep its count when other lines of the file change.
+        # By this id, the driver recognises the fault when it reads a changed file. So the driver
+        # continues to count the calls of the fault.
         line = " ".join([*words, f"id={secrets.randbits(63)}"])
         self._write([*(old for old in self._read() if _scope(old) != _scope(line)), line])
 
@@ -134,7 +136,7 @@ class Faults:
         temporary = self._folder / f"faults.{os.getpid()}.{secrets.token_hex(4)}"
         temporary.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
         temporary.replace(self._folder / "faults")
-        # This informs running processes: see `faults_touch` in machine.h.
+        # Change `faults_touch` (machine.h). Running processes then read the file again.
         try:
             fd = os.open(self._folder / "machine", os.O_WRONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -152,7 +154,7 @@ def _scope(line: str) -> tuple[str, ...]:
 
 
 def check_faults(text: str) -> str:
-    """Return ``text``, the value of ``EMUCUDA_FAULTS``, if each fault in it is valid.
+    """Check each fault in ``text``, a value for ``EMUCUDA_FAULTS``; return ``text`` itself.
 
     Raises
     ------

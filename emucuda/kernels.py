@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Small kernels for the emulated driver and a real one, as PTX text.
 
-A real driver compiles the text. The emulated driver knows the kernels by name (``src/kernels.c``)
-and computes the same results on the host. Each kernel works with any one-dimensional launch.
+A real driver compiles the PTX text. The emulated driver has its own code for each name
+(``src/kernels.c``), and computes the same results on the host. A launch may have any number of
+blocks and threads in one dimension.
 
 ===========================================  ======================================================
 ``emucuda_spin_ns(u64 ns)``                  occupies its stream for that many nanoseconds
@@ -23,7 +24,8 @@ With cuda-core::
 
 from __future__ import annotations
 
-# %d3 is the index of the thread's first element. %d4 is the step to its next element.
+# At the label LOOP, %d3 is the index of the thread's next element. %d4 is the number of threads,
+# which is the step from one element of a thread to the next.
 _LOOP = """
   .reg .pred %q;
   .reg .b32 %r<8>;

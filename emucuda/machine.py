@@ -20,16 +20,16 @@ from .text import EmulatorError, did_you_mean, format_size, parse_size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: The default number of bytes of device memory that a process's first context on a device takes.
+#: The default of ``Machine.context``, in bytes.
 DEFAULT_CONTEXT = 64 << 20
 #: The largest number of devices of one machine.
 MAX_DEVICES = 64
-#: The most bytes of one device, and of all devices of a machine. Twice the total must fit the
-#: address space of a process.
+#: The most bytes of one device, and the most bytes of all devices of a machine together. Twice
+#: MAX_TOTAL must fit into the address space of a process.
 MAX_MEMORY = 1 << 40
 MAX_TOTAL = 16 << 40
-#: The lowest accepted rate of copies, in bytes/s. A lower rate such as ``bandwidth=8`` is refused,
-#: because the user means 8 GB/s.
+#: The lowest accepted rate of copies, in bytes/s. A lower rate is probably a mistake: a user who
+#: writes ``bandwidth=8`` means 8 GB/s.
 MIN_BANDWIDTH = 1_000_000
 #: Device memory comes in pages of this many bytes, as on current NVIDIA hardware.
 PAGE = 2 << 20
@@ -37,9 +37,9 @@ PAGE = 2 << 20
 
 @dataclass(frozen=True)
 class Profile:
-    """The rates of a board, from its data sheet; 0: as fast as the host computes.
+    """The rates of a board, from its data sheet. 0 means as fast as the host computes.
 
-    The rates of copies and of suspends are in ``src/spec.c``.
+    The board's rates of copies and of suspends are in ``src/spec.c``.
     """
 
     #: Bytes/s of device memory.
@@ -74,16 +74,16 @@ class Machine:
     count: int
     #: Bytes of memory per device, a multiple of 2 MiB.
     memory: int
-    #: Bytes that a context takes. A process is charged for them on each device on which it has a
-    #: context.
+    #: Bytes of device memory that a context takes. A process pays them once on each device on which
+    #: it has a context.
     context: int = DEFAULT_CONTEXT
-    #: Bytes/s of copies between host and device, also in a checkpoint or restore; 0: as fast as the
-    #: host's memory.
+    #: The rate of copies between host and device, in bytes/s. It also limits a checkpoint and a
+    #: restore. 0 means as fast as the host's memory.
     bandwidth: int = 0
     #: Bytes per device that the driver keeps for itself (NVML's ``reserved``).
     reserved: int = 0
-    #: The board whose times the driver models: one of :data:`PROFILES`. A ``bandwidth`` replaces
-    #: the board's rate of copies.
+    #: The board that the driver imitates in its times: a key of :data:`PROFILES`. If ``bandwidth``
+    #: is not 0, it replaces the board's rate of copies.
     profile: str = "cpu"
 
     def __str__(self) -> str:
@@ -134,10 +134,11 @@ def _option(text: str, found: dict[str, Any]) -> None:
 def parse_machine(text: str) -> Machine:
     """Return the machine that ``text`` describes, such as ``"2x16GiB,context=256MiB"``.
 
-    The text is ``COUNTxSIZE``, then any of ``context=SIZE``, ``bandwidth=SIZE/s``,
-    ``reserved=SIZE`` and ``profile=NAME``, after commas. Sizes are decimal numbers with a unit: KiB
-    MiB GiB TiB (or K M G T) are powers of 1024, kB MB GB TB powers of 1000. A device's memory is
-    rounded down to whole 2 MiB pages.
+    The text begins with ``COUNTxSIZE``. The options ``context=SIZE``, ``bandwidth=SIZE/s``,
+    ``reserved=SIZE`` and ``profile=NAME`` may follow, each after a comma. A size is a decimal
+    number with a unit. The units KiB, MiB, GiB and TiB (or K, M, G and T) are powers of 1024. The
+    units kB, MB, GB and TB are powers of 1000. A device's memory is rounded down to whole pages of
+    2 MiB.
 
     Raises
     ------
@@ -213,12 +214,14 @@ def environment(
         The machine, or its text. All processes that share a ``state_dir`` must name the same
         machine.
     state_dir
-        Directory of the machine's shared state; another directory is another machine. The first
-        process that uses the driver creates the directory, if its parent exists. None: the
-        directory that ``base`` names, or ``/dev/shm/emucuda-<uid>``.
+        The directory of the machine's shared state. Each directory is a separate machine. The
+        first process that uses the driver creates the directory, if its parent exists. If
+        ``state_dir`` is None, the driver uses the directory that ``base`` names, or
+        ``/dev/shm/emucuda-<uid>``.
     base
-        The environment to which the caller will add the variables; its ``LD_LIBRARY_PATH`` is kept.
-        None: ``os.environ``.
+        The environment to which the caller will add the variables. The new ``LD_LIBRARY_PATH``
+        also contains the folders of this environment's ``LD_LIBRARY_PATH``. None means
+        ``os.environ``.
     """
     if isinstance(machine, str):
         machine = parse_machine(machine)
@@ -233,7 +236,7 @@ def environment(
 
 
 def device_files(state_dir: str | os.PathLike[str]) -> str:
-    """Return the prefix of all device paths of the machine, like ``/dev/nvidia``."""
+    """Return the common beginning of the machine's device paths, like ``/dev/nvidia``."""
     return str(Path(state_dir).resolve() / "nvidia")
 
 

@@ -19,14 +19,18 @@ _SIZE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?([A-Za-z]*)", re.ASCII)
 
 
 class EmulatorError(ValueError):
-    """The emulated driver cannot do what the caller asked; the text names what it can do."""
+    """Raised if the emulated driver cannot do what the caller asks.
+
+    The message names what the emulated driver can do.
+    """
 
 
 def parse_size(text: str, *, rate: bool = False) -> int | None:
-    """Return the number of bytes that ``text`` names, or None. ``src/spec.c`` reads the same sizes.
+    """Return the bytes of a size such as "1.5GiB"; None if ``text`` is not a size.
 
     A size is a decimal number and a unit. KiB MiB GiB TiB (or K M G T) are powers of 1024, and kB
-    MB GB TB are powers of 1000. With ``rate``, ``/s`` may follow.
+    MB GB TB are powers of 1000. With ``rate``, ``/s`` may follow. ``src/spec.c`` accepts the same
+    texts.
     """
     match = _SIZE.fullmatch(text.removesuffix("/s") if rate else text)
     if match is None or match[3] not in _UNITS:
@@ -39,7 +43,7 @@ def parse_size(text: str, *, rate: bool = False) -> int | None:
 
 
 def format_size(value: int) -> str:
-    """Return the text that :func:`parse_size` reads as exactly ``value``, such as ``"64MiB"``."""
+    """Return ``value`` as a size such as ``"64MiB"``; :func:`parse_size` gives back ``value``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if value and value % _UNITS[unit] == 0:
             return f"{value // _UNITS[unit]}{unit}"

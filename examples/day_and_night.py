@@ -11,18 +11,20 @@ c = get_config()
 # ---- Who gets what
 
 c.GPUPool.groups = {
-    # Researchers are guaranteed 60 %. If others use this memory, researchers get it back at once.
+    # Researchers have a guarantee of 60 % of the GPU memory. If other users have borrowed a part of
+    # it, researchers get it back at once.
     "research": {"guarantee": "60%", "weight": 3, "unix_groups": ["research"]},
-    # Two of these GPUs are guaranteed to the people with a deadline, who belong to research, too.
+    # The group "deadline" belongs to "research". Two of the GPUs of "research" are guaranteed to
+    # it.
     "deadline": {"parent": "research", "guarantee": "2 devices", "unix_groups": ["deadline"],
                  "order": 1},
-    # All other users share the rest: at most half of the machine, and eight GPU-hours a day. After
-    # these hours, their kernels still get memory that no other kernel wants.
+    # All other users are students. Together they get at most half of the machine, and eight
+    # GPU-hours a day. After these hours, their kernels still get memory that no other kernel wants.
     "students": {"users": "*", "cap": "50%",
                  "gpu_seconds_per_day": {"seconds": "8h", "rule": "window", "then": "borrow"}},
 }  # fmt: skip
 
-# Usage from this time yesterday counts one eighth as much as present usage.
+# The weight of past usage halves every 8 hours, so usage of 24 hours ago counts one eighth.
 c.GPUPool.fair_share_half_life = "8h"
 
 # ---- By day
@@ -50,13 +52,13 @@ c.GPUPool.schedules = [
             "classes_allowed": None,  # all classes
             "quotas": {"*": {"leases": 16}},
             "groups": {"students": {"cap": "90%"}},
-            "idle_timeout": "2m",  # an open notebook that nobody uses frees its slice sooner
+            "idle_timeout": "2m",  # an unused notebook gives its slice back sooner
         },
     },
     {
         "name": "weekend",
         "days": "fri",
-        # This rule begins on Friday evening. At midnight the rule below follows it.
+        # This schedule ends at midnight, and the next schedule begins at midnight.
         "hours": "20:00-24:00",
         "time_zone": "Europe/Berlin",
         "set": WEEKEND,

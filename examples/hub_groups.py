@@ -18,9 +18,9 @@ TOKEN = Path("/etc/gpupool/hub-token")
 
 
 def groups_in_the_hub(name):
-    """Return the groups of a user in the Hub, and the user's roles as "role:NAME".
+    """Return the groups and roles that the user ``name`` has in the Hub.
 
-    The user has the same name on this machine.
+    A role has the form "role:NAME". The user has the same name on this machine and in the Hub.
     """
     token = TOKEN.read_text().strip()
     request = Request(f"{HUB}/users/{quote(name)}", headers={"Authorization": f"token {token}"})
@@ -28,7 +28,7 @@ def groups_in_the_hub(name):
         with urlopen(request, timeout=4) as answer:
             user = json.load(answer)
     except HTTPError as error:
-        if error.code == 404:  # this account exists on the machine, but not in the Hub
+        if error.code == 404:  # the user has an account on this machine, but not in the Hub
             return []
         raise
     return [*user["groups"], *(f"role:{role}" for role in user.get("roles", ()))]

@@ -11,11 +11,12 @@ c = get_config()
 
 # ---- What a kernel gets
 
-# The slice of a kernel that asks for no size. It includes a CUDA context, which takes 0.3 to 0.6
-# GiB on a real GPU.
+# The size of the slice if a kernel asks for no size. A CUDA context takes 0.3 to 0.6 GiB of the
+# slice on a real GPU.
 c.GPUPool.default_memory = "4GiB"
 
-# The most that a user can ask for with `%gpu 24GiB`. The default is the size of the GPU.
+# The largest slice that a user can ask for, for example with `%gpu 24GiB`. The default is the size
+# of the GPU.
 c.GPUPool.max_memory_per_kernel = "24GiB"
 
 # "lazy", the default: a kernel gets its slice at its first CUDA call, so cells without CUDA take no
@@ -25,14 +26,15 @@ c.GPUPool.attach = "lazy"
 
 # ---- Who may have how much
 
-# The limits of one user, for all the user's kernels together. "*" means each user who has no line
-# here.
+# The limits of each user. A limit counts all kernels of the user together. The entry "*" is for
+# each user without an own entry.
 c.GPUPool.quotas = {
     "*": {"memory": "24GiB", "leases": 2, "suspended": "48GiB"},
     "ada": {"memory": "48GiB", "leases": 4},  # this user gets more until a paper is finished
 }
 
-# A kernel with a higher number is earlier in the queue. Each minute of waiting adds one point.
+# A kernel whose class has a higher number is earlier in the queue. A kernel gains one point for
+# each minute of waiting.
 c.GPUPool.priority_classes = {"interactive": 200, "notebook": 100, "batch": 0}
 c.GPUPool.default_priority = "notebook"
 
@@ -41,10 +43,11 @@ c.GPUPool.default_priority = "notebook"
 # An idle slice goes back after this time without a running cell, even if no kernel waits.
 c.GPUPool.idle_timeout = "10m"
 
-# A waiting kernel may take a slice that has been idle for this long. 0 causes the most moves.
+# A waiting kernel may take a slice that has been idle for this long. With 0, slices change their
+# kernel most often.
 c.GPUPool.reclaim_after = "20s"
 
-# A cell gives up after waiting this long, with an error that says why.
+# A cell waits at most this long for a slice. It then fails with an error that names the reason.
 c.GPUPool.max_wait = "1h"
 
 # ---- The machine
@@ -52,11 +55,12 @@ c.GPUPool.max_wait = "1h"
 # The pool never grants this much memory of each GPU. It is room for a display or monitoring tools.
 c.GPUPool.reserve = "256MiB"
 
-# The most host memory that the state of suspended kernels may take. See "Sizing host memory" in the
-# documentation. Half is a good start on a machine with as much RAM as GPU memory.
+# The limit of host memory for the state of suspended kernels. See "Sizing host memory" in the
+# documentation. If the machine has as much RAM as GPU memory, half of the RAM is a good start.
 c.GPUPool.host_memory = "50%"
 
-# The pool subtracts the memory of programs outside it, and names them in the log.
+# Programs outside the pool may use GPU memory. The pool does not grant this memory to kernels, and
+# names these programs in the log.
 c.GPUPool.foreign_processes = "report"
 
 # Users who may see and release every kernel, besides root.

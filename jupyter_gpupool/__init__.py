@@ -5,8 +5,8 @@
 General layout (``tests/test_architecture.py`` has the table of which part may import which):
 
 - ``errors``, ``units``, ``endpoint``: standard library only.
-- ``protocol``, ``client``: the wire protocol; the only way to talk to the broker.
-- ``pool/``: the decisions, without side effects: takes events, returns actions.
+- ``protocol``, ``client``: the wire protocol, through which every program talks to the broker.
+- ``pool/``: decides; it takes events, returns actions, and has no side effects.
 - ``devices/``: NVML and the CUDA checkpoint calls, in child processes.
 - ``broker/``: performs the pool's actions (the side effects).
 - ``kernel/``: inside the kernel process: standard library and IPython only.
@@ -16,8 +16,7 @@ General layout (``tests/test_architecture.py`` has the table of which part may i
 - ``emulation``: the only module that imports ``emucuda``, an emulated NVIDIA driver beside this
   package.
 
-This file imports no other module when it is loaded, because kernels that do not have our
-dependencies load it.
+Kernels without our dependencies also import this file, so the file itself imports no other module.
 """
 
 from __future__ import annotations
@@ -42,25 +41,27 @@ def slice(  # noqa: A001 (the word of the pool)
 ) -> HeldSlice:
     """Return a context for ``with``: inside the block, this program holds a GPU slice.
 
-    At the start of the block, the program waits for the slice. After the block, the slice is idle:
-    it goes back to the pool when another session may take it, or after ``c.GPUPool.idle_timeout``.
-    A program that ``jupyter gpupool run`` has started, a Pooled GPU kernel, and the child processes
-    of either already have a session. In them, the block holds the slice of that session. Any other
-    program gets a new session, if it has not called CUDA before.
+    At the start of the block, the program waits for the slice. After the block, the slice is idle.
+    It goes back to the pool when another session may take it, or after ``c.GPUPool.idle_timeout``.
+    A Pooled GPU kernel already has a session, and so has a program that ``jupyter gpupool run`` has
+    started. Their child processes belong to the same session. In all these processes, the block
+    holds the slice of the existing session. Any other program gets a new session, but only if it
+    has not called CUDA before.
 
     Parameters
     ----------
     memory, limit:
-        Guaranteed device memory, and the limit to which it may grow: bytes, or text like
-        ``"8GiB"``.
+        The guaranteed device memory, and the limit to which the memory may grow. Both are in bytes
+        or text like ``"8GiB"``.
     devices, compute, priority:
-        Number of GPUs, per cent of their time, priority class. An empty value or 0 means the value
-        of the session or the pool.
+        The number of GPUs, the per cent of their computing time, and the priority class. With an
+        empty value or 0, the value of the session or of the pool applies.
     group:
         Which of your groups provides the share, if the program gets a new session. The group of an
         existing session cannot change.
     max_wait:
-        Most seconds (or text like ``"10m"``) to wait for the slice; None: the pool's limit.
+        The longest wait for the slice, in seconds or as text like ``"10m"``. None means the pool's
+        limit.
     name:
         The name that ``jupyter gpupool status`` shows. Default: the name of the script.
 

@@ -3,10 +3,10 @@
 """Memory of the machine and its control groups: limits, available bytes, pressure.
 
 A suspend moves a kernel's device memory to the host memory of the kernel's own process. So the
-limits of the machine *and* of every memory cgroup above that process apply. Cgroups of version 1
-and 2 both count. A limit of at least the machine's memory has no effect. A group that cannot be
-read (because it is outside this namespace, or threaded and without a memory controller) sets no
-limit. The limits of the groups above it still apply.
+limits of the machine *and* of every memory cgroup above that process apply. This module reads
+cgroups of version 1 and of version 2. It ignores a limit that is not below the machine's memory. A
+group that it cannot read counts as a group without a limit: the group is outside this namespace, or
+is threaded and has no memory controller. The limits of the groups above it still apply.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
-#: The file with the limit that Linux enforces, by the version of control groups.
+#: By version of the control groups: the file with the hard limit, which Linux enforces.
 _HARD = {1: "memory.limit_in_bytes", 2: "memory.max"}
 
 
@@ -32,7 +32,7 @@ class ControlGroup:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Limited memory: of the machine (``group`` is None), or of a control group."""
+    """The memory of the machine (``group`` is None), or of a control group with a limit."""
 
     group: ControlGroup | None
     limit: int
@@ -52,14 +52,14 @@ class Level:
 class Stress:
     """The memory pressure of a level. Both figures are useful only together with ``Level.free``."""
 
-    #: How often the level was at its limit since its creation.
+    #: How many times the group has been at its limit since its creation; 0 for the machine.
     events: int = 0
-    #: Per cent of the last ten seconds in which a task waited for memory.
+    #: The percentage of the last ten seconds in which at least one task waited for memory.
     stalled: float = 0.0
 
 
 class Host:
-    """Reads limits and use of memory from ``root``, where cgroups are mounted, and from ``proc``.
+    """Reads the limits and the use of memory. The cgroups are mounted at ``root``.
 
     A read takes milliseconds.
     """
@@ -83,7 +83,7 @@ class Host:
         return Level(None, found.get("MemTotal", free), free)
 
     def total(self) -> int:
-        """Return the most bytes that this process can use, by the machine and its hard limits."""
+        """Return the machine's memory, or the lowest hard limit of this process if it is lower."""
         limits = (_number(group.folder / _HARD[group.version]) for group in self.groups(None))
         return min([self._meminfo()["MemTotal"], *(n for n in limits if n is not None)])
 
@@ -165,7 +165,7 @@ def available(pid: int | None = None, *, root: Path = ROOT, proc: Path = PROC) -
 
 
 def stalled(text: str) -> float:
-    """Return the per cent of the last ten seconds in which a task waited, from a PSI file."""
+    """Read from a PSI file in what percentage of the last ten seconds a task waited."""
     for line in text.splitlines():
         kind, *figures = line.split()
         if kind == "some":
@@ -202,5 +202,5 @@ def _rows(path: Path) -> dict[str, int]:
 
 def _reclaimable(group: ControlGroup) -> int:
     rows = _rows(group.folder / "memory.stat")
-    # Version 1 has one figure for the group alone, and one with its subgroups.
+    # In version 1, only total_inactive_file includes the subgroups.
     return rows.get("total_inactive_file", rows.get("inactive_file", 0))

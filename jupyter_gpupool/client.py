@@ -27,16 +27,16 @@ from .protocol import MAX_LINE, Message, decode, encode, raise_for
 #: Seconds to wait for an answer that the broker gives at once.
 CALL_TIMEOUT = 10.0
 
-#: The client waits at least this many seconds before it repeats a request that the broker refused
-#: as ``busy``.
+#: If the broker refuses a request as ``busy``, the client repeats the request after at least this
+#: many seconds.
 MIN_PAUSE = 0.05
 
 
 def first_answer(path: Path) -> float:
-    """Return how many seconds a broker at ``path`` may need for a connection's first answer.
+    """Return the time-out in seconds for the first answer on a connection to ``path``.
 
-    The service manager owns the machine's socket. It queues connections while no broker runs, and
-    the next broker answers them when it has started.
+    The service manager keeps the machine's socket open while no broker runs. So a connection to
+    this socket may have to wait for the start of the next broker.
     """
     return START_TIMEOUT if is_machine_path(path) else CALL_TIMEOUT
 
@@ -51,8 +51,8 @@ class Client:
     on_push:
         Called in the reader thread with each message that is not an answer. Must not block.
     on_close:
-        Called once in the reader thread when the connection has ended, with the reason; not
-        called after :meth:`close`.
+        Called once, with the reason, when the connection has ended. The reader thread makes this
+        call. After :meth:`close` it makes no such call.
 
     Raises
     ------
@@ -75,8 +75,8 @@ class Client:
         self._lock = threading.Lock()
         self._closed = False
         check_socket(self.path)
-        #: The broker's last error message that was not an answer to a request. It says why the
-        #: broker closes the connection.
+        #: The last error message from the broker that did not answer a request. With such a message
+        #: the broker says why it closes the connection.
         self._said: GPUPoolError | None = None
         try:
             self._socket = dial(self.path, CALL_TIMEOUT)
@@ -145,7 +145,10 @@ class Client:
                 time.sleep(pause)
 
     def journal(self, *, after: int = 0, session: str = "") -> list[Message]:
-        """Return all rows of the journal above ``after`` that this user may see, oldest first."""
+        """Return the rows of the journal with numbers above ``after``, oldest first.
+
+        The broker leaves out the rows that this user may not see.
+        """
         found: list[Message] = []
         fields: dict[str, Any] = {"session": session} if session else {}
         while True:
@@ -183,8 +186,8 @@ class Client:
             with self._lock:
                 self._socket.sendall(line)
         except OSError as error:
-            # Perhaps only a part of the line was sent, so no other message can follow on this
-            # connection. The reader thread may not have noticed the end of the connection yet.
+            # The broker may have received only a part of this line, so the connection can carry no
+            # further message. The reader thread may not know yet that the connection has ended.
             self._closed = True
             raise self._unavailable(f"went away ({error.strerror or error})") from None
 
@@ -251,11 +254,11 @@ class Client:
 
 
 class ClientAgain:
-    """A connection that outlives its broker: it reconnects and repeats the call under way.
+    """A connection to a broker that continues with the next broker if the broker dies.
 
-    A call may therefore reach two brokers. If an ``open`` reaches two brokers, the session of the
-    first ``open`` has no process, so a broker ends that session. Any other call does no harm if it
-    runs twice.
+    If a broker dies during a call, this object repeats the call to the next broker. So one call may
+    reach two brokers. If an ``open`` reaches two brokers, the session from the first broker has no
+    process, so the next broker ends this session. All other calls do no harm if they run twice.
 
     Parameters
     ----------
@@ -293,7 +296,8 @@ class ClientAgain:
             try:
                 return client.call(kind, timeout=first_answer(client.path), **fields), client.path
             except BrokerUnavailable:
-                # A broker that lives but does not answer would not answer a second request either.
+                # Repeat the call only if the connection has ended. If the broker lives but did not
+                # answer in time, it would not answer the second call in time.
                 if not client.closed or time.monotonic() > give_up:
                     raise
                 self.close()

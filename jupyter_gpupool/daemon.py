@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Start a broker as a daemon with a log, detached from its caller, and wait until it serves.
+"""Start a broker as a daemon that writes a log, and wait until the broker listens.
 
 Standard library only.
 """
@@ -24,16 +24,16 @@ from .errors import BrokerUnavailable, Code
 from .guard.install import without_guard
 from .startrecord import SESSION_VARIABLES, log_path
 
-#: A broker that failed to start must end within this many seconds.
+#: The caller waits at most this many seconds for the end of a broker that failed to start.
 _END = 10.0
 
-#: If the log has more bytes, the next start begins a new file.
+#: Maximum bytes of the log. If the log is longer, the next start of a broker begins a new log.
 MAX_LOG = 4 << 20
 
-#: This program runs between the caller and the broker. A broker must outlive the process that
-#: starts it and must not be its child: otherwise the end or suspend of a notebook would also end or
-#: suspend the broker. The broker must also not inherit the signals that the caller blocks
-#: (`jupyter gpupool run` blocks some).
+#: The caller starts this program, and this program starts the broker. So the broker is not a child
+#: of the caller. If it were a child of a notebook, the end or suspend of the notebook would also
+#: end or suspend the broker. This program also unblocks all signals, because the caller may block
+#: some signals (`jupyter gpupool run` does), and the broker would inherit this.
 _BETWEEN = """
 import os, signal, sys
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -106,13 +106,13 @@ def _late(log_file: Path) -> BrokerUnavailable:
 def _spawn(
     command: Sequence[str], env: Mapping[str, str], log: int, ready: int, give_up: float
 ) -> int:
-    """Start ``command`` by double fork; return the pid.
+    """Start ``command`` by double fork; return the pid of the started program.
 
     Raises
     ------
     TimeoutError
-        If the program does not run before ``give_up`` (monotonic time). The program has then been
-        killed.
+        If the program does not run before ``give_up`` (monotonic time). In this case the function
+        has killed the program.
     OSError
         If the program cannot be run.
     """
@@ -153,7 +153,7 @@ def _spawn(
 
 
 def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
-    """Return the words read until the end of the file, and whether ``give_up`` came before it."""
+    """Return the words up to the end of the file, and True if ``give_up`` came before the end."""
     data = b""
     while True:
         left = give_up - time.monotonic()
@@ -165,13 +165,13 @@ def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
         data += chunk
 
 
-#: Brokers that have become children of this process. That happens if this process is the first
-#: process of its container, or a subreaper (PR_SET_CHILD_SUBREAPER).
+#: The pids of brokers that Linux has made children of this process. Linux does this only if this
+#: process is the first process of its container, or a subreaper (PR_SET_CHILD_SUBREAPER).
 _OURS: list[int] = []
 
 
 def _reap() -> None:
-    """Reap brokers that have ended, which would otherwise stay as zombies."""
+    """Reap the brokers in ``_OURS`` that have ended. Otherwise they would stay as zombies."""
     for pid in [*_OURS]:
         with suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == 0:
@@ -181,7 +181,10 @@ def _reap() -> None:
 
 
 def _wait_end(pid: int) -> None:
-    """Wait briefly until a broker that failed to start has ended and released its locks."""
+    """Wait (at most _END seconds) for the end of a broker that failed to start, and reap it.
+
+    The next broker needs the locks that this broker releases at its end.
+    """
     descriptor = procfs.open_pidfd(pid)
     if descriptor is not None:
         with suppress(OSError, ValueError):
@@ -191,9 +194,10 @@ def _wait_end(pid: int) -> None:
 
 
 def broker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` for a broker: with this package on its path, without a kernel's session.
+    """Return ``environ`` for a broker: without a session and a guard, with this package's path.
 
-    The broker outlives the session in which this process may run, so it must not run under a guard.
+    This process may run in a session. The broker outlives the session, so the guard of the session
+    must not be loaded into the broker.
     """
     here = str(Path(__file__).parent.parent)
     paths = [here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -204,7 +208,7 @@ def broker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_line(descriptor: int, give_up: float) -> dict[str, Any] | None:
-    """Return the broker's report; {} if it ended without a report, None after a time-out."""
+    """Return the broker's report; {} if it ended without a report, None if ``give_up`` came."""
     data = b""
     while not data.endswith(b"\n"):
         left = give_up - time.monotonic()
@@ -220,7 +224,7 @@ def _read_line(descriptor: int, give_up: float) -> dict[str, Any] | None:
 
 @contextmanager
 def open_log(path: Path) -> Iterator[int]:
-    """Open the log for appending; begin a new file if the log has become long."""
+    """Open the log for appending; if it has more than MAX_LOG bytes, begin a new file."""
     try:
         if path.stat().st_size > MAX_LOG:
             path.replace(path.with_name(path.name + ".old"))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Wait in asyncio for work that may hang: with a time-out, or in a separate thread."""
+"""Two ways to wait in asyncio for work that may hang: with a time-out, or in its own thread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _T = TypeVar("_T")
 async def within(work: Awaitable[_T], seconds: float) -> _T:
     """Return the result of ``work``; cancel ``work`` if it takes more than ``seconds``.
 
-    It behaves like ``asyncio.wait_for`` of Python 3.12. The ``wait_for`` of 3.10 and 3.11 loses the
-    cancellation of its caller if ``work`` ends in the same turn of the event loop
-    (python/cpython#86296). In that case the caller continues. A task that has cancelled the caller
-    and waits for the caller's end may then hang.
+    This function behaves like ``asyncio.wait_for`` of Python 3.12. In Python 3.10 and 3.11,
+    ``wait_for`` has an error (python/cpython#86296): if ``work`` ends in the same turn of the event
+    loop in which the caller is cancelled, the cancellation is lost, and the caller continues. A
+    task that waits for the end of the cancelled caller may then hang.
 
     Raises
     ------
@@ -45,8 +45,8 @@ async def within(work: Awaitable[_T], seconds: float) -> _T:
 async def in_own_thread(work: Callable[[], _T], name: str) -> _T:
     """Run ``work``, which may hang, in a thread with this name; return its result.
 
-    The thread belongs to no executor. Python waits at its exit for the threads of executors, even
-    if one of them hangs.
+    This function does not use an executor: when Python exits, it waits for all threads of
+    executors, even for a thread that hangs.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[_T] = loop.create_future()

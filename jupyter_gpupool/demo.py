@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool demo``: three notebooks, too few GPUs, nothing lost.
+"""``jupyter gpupool demo``: three notebooks share too few GPUs, and no notebook loses its data.
 
 The demo runs ``examples/pooled_gpu.ipynb`` on the Pooled GPU kernel with its own broker. While this
 notebook runs, two other notebooks (the neighbours) take the GPU. At the end the demo prints the
-events from the broker's journal. Notebook, neighbours and broker are real; only the driver is
-emulated, if there is no NVIDIA driver or emulation was requested.
+events from the broker's journal. The notebooks and the broker are real. The GPUs and their driver
+are emulated only if the machine has no NVIDIA driver, or if emulation was requested.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _ATTACH = {
 }
 
 
-#: The notebook that JupyterLab opens if PyTorch is installed, relative to the examples folder.
+#: If PyTorch is installed, JupyterLab opens this notebook of the examples folder.
 TRAINING = "pytorch/training.ipynb"
 
 
@@ -115,7 +115,8 @@ def private_broker(emulate: str) -> Iterator[Path]:
         yield ensure_broker(config, str(socket))
         with Client(socket) as client:
             os.kill(client.call("status")["pid"], signal.SIGTERM)
-        # After a failure the folder stays, because it has the broker's log.
+        # This line runs only after a success. After a failure the folder stays, because the user
+        # may need the broker's log in it.
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         for name, value in saved.items():
@@ -135,8 +136,9 @@ async def _start_kernel(memory: int, label: str, folder: Path) -> Any:
     from jupyter_client.manager import AsyncKernelManager
     from traitlets.config import Config
 
-    # A KernelManager passes its own config to the provisioner, as in a server. The sockets are in
-    # our own folder, and not TCP, so that no other user can read the kernels' messages.
+    # The manager passes this config to the provisioner, as a Jupyter server does. The kernels use
+    # Unix sockets in ``folder`` instead of TCP. Other users have no access to the folder, so they
+    # cannot read the kernels' messages.
     manager = AsyncKernelManager(
         kernel_name=KERNEL_NAME,
         transport="ipc",
@@ -148,13 +150,13 @@ async def _start_kernel(memory: int, label: str, folder: Path) -> Any:
 
 
 async def _neighbour(manager: Any, label: str, busy: bool, flag: Path) -> Any:
-    """Make a neighbour put data on a GPU, and keep its cell running if ``busy``."""
+    """Run a cell that puts data on a GPU; if ``busy``, the cell runs until ``flag`` exists."""
     client = manager.client()
     client.start_channels()
     await client.wait_for_ready(timeout=CELL_TIMEOUT)
     code = NEIGHBOUR.format(busy=busy, flag=str(flag))
     if busy:
-        # The cell runs until the flag appears. The journal shows when the neighbour had its device.
+        # Do not wait for the end of the cell. The journal shows when the neighbour had its device.
         client.execute(code)
     else:
         reply = await client.execute_interactive(code, timeout=CELL_TIMEOUT)
@@ -180,8 +182,9 @@ async def _run_notebook(broker: Client, folder: Path) -> None:
 
     devices = broker.call("status")["devices"]
     memory = int(min(d["memory_capacity"] for d in devices) * SHARE_OF_DEVICE)
-    # While neighbour 1 works, only the notebook can make room for neighbour 2. While neighbour 2
-    # works, only neighbour 1 can make room for the notebook.
+    # Each neighbour works until its file in ``flags`` exists. While neighbour 1 works, the pool can
+    # only suspend the notebook to make room for neighbour 2. Then neighbour 1 ends its work, but
+    # neighbour 2 still works: the pool can only suspend neighbour 1 to make room for the notebook.
     flags = {"neighbour 1": folder / "neighbour-2-has-it", "neighbour 2": folder / "notebook-done"}
     notebook = nbformat.read(find_notebook(), as_version=4)
     managers, clients = [], []
@@ -222,9 +225,9 @@ def _show_outputs(cell: Any) -> None:
 
 
 def choose_machine(emulate: str) -> tuple[str, str]:
-    """Return the machine to emulate ("": use the real driver), and the reason as a sentence.
+    """Return the machine to emulate ("" for the real driver), and the reason as a sentence.
 
-    ``emulate`` comes from the command line, and overrides the environment.
+    ``emulate`` is the machine on the command line. If it is "", the environment variable counts.
     """
     present = real_driver_present()
     for asked, by in ((emulate, "--emulate"), (os.environ.get(_EMULATE, ""), _EMULATE)):
@@ -265,8 +268,7 @@ def run_demo(*, emulate: str = "", svg: str = "") -> int:
     Parameters
     ----------
     emulate:
-        A machine to emulate, such as ``"2x16GiB"``; empty: the real machine if it has an NVIDIA
-        driver, else :data:`EMULATED_MACHINE`.
+        A machine to emulate, such as ``"2x16GiB"``; if it is "", :func:`choose_machine` decides.
     svg:
         Also write the timeline as an SVG picture to this file.
     """

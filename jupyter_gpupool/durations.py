@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Histograms of the waits and moves of kernels. The broker and every server publish them."""
+"""Histograms: how long kernels wait for a slice, and how long the moves of their state take.
+
+The broker and each server publish these histograms.
+"""
 
 from __future__ import annotations
 

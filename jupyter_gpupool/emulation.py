@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Access to the emulated NVIDIA driver: only this module of the product imports ``emucuda``.
 
-``emucuda``, beside this package, does not know the pool. Everything above the driver is the same as
-with a real driver. A process uses the emulated driver if its environment has the variables that
-:func:`environment` returns.
+The package ``emucuda`` is beside this package, and does not know the pool. It replaces only the
+driver; all other code is the same as with a real driver. A process uses the emulated driver if its
+environment has the variables that :func:`environment` returns.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def real_driver_present() -> bool:
     """Whether this machine has an NVIDIA kernel driver (or WSL's GPU device).
 
     A device file alone proves nothing: NVIDIA's library creates ``/dev/nvidiactl`` when root calls
-    cuInit, even on a Linux kernel without the driver (observed with 535, 550 and 555). Without the
-    driver, opening that file fails.
+    cuInit, even if the Linux kernel has no NVIDIA driver (observed with versions 535, 550 and 555
+    of the library). Without the driver, that file cannot be opened.
     """
     if any(os.path.exists(path) for path in ("/proc/driver/nvidia/version", "/dev/dxg")):
         return True

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Where the broker's socket is, and whether it can be trusted. Standard library only."""
+"""Finds the broker's socket, and checks whether the socket can be trusted.
+
+This module imports only the standard library, apart from modules of this package.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +22,33 @@ from pathlib import Path
 from . import local_machine
 from .errors import BrokerUnavailable, Code
 
-#: The variable that names the socket to a process and its children. The provisioner sets it for
-#: kernels.
+#: The environment variable that has the path of the broker's socket. The provisioner sets it for
+#: kernels, and their children inherit it.
 SOCKET_VARIABLE = "GPUPOOL_SOCKET"
 
-#: A kernel without a session gets this variable. Its value is the reason, as a sentence.
+#: The environment variable of a kernel without a session. Its value is a sentence that says why the
+#: kernel has no session.
 NO_SESSION_VARIABLE = "GPUPOOL_NO_SESSION"
 
 #: The socket of the broker that an admin has set up for the whole machine.
 MACHINE_SOCKET = Path("/run/gpupool/broker.sock")
 
-#: The most seconds that a broker may take to start. It loads the driver and tests every device.
+#: A broker must start within this many seconds. At its start, it loads the driver and tests all
+#: devices.
 START_TIMEOUT = 90.0
 
-#: Size of ``sun_path`` in ``struct sockaddr_un`` on Linux without the final zero (unix(7)).
+#: Maximum bytes of a socket's path on Linux: the size of ``sun_path`` in ``struct sockaddr_un``
+#: without the final zero byte. See unix(7).
 MAX_SOCKET_PATH = 107
 
 
 def user_runtime_dir() -> Path:
-    """Return this user's folder for sockets: short, local, the same in all logins.
+    """Return this user's folder for sockets: a short path in a local file system.
 
-    The folder may not exist yet. It is never ``/run/user/UID``. The system deletes that folder at
-    the last logout, while kernels and their broker continue to run. Also, processes of cron and
-    tmux may not know that folder. If XDG_RUNTIME_DIR names another folder, the result is inside it.
+    The folder may not exist yet. It is never in ``/run/user/UID``, for two reasons. The system
+    deletes ``/run/user/UID`` at the last logout, while kernels and their broker continue to run.
+    And processes of cron and tmux may not know that folder. If XDG_RUNTIME_DIR names a folder that
+    is kept at logout, the result is in this folder.
     """
     chosen = _chosen_runtime_dir()
     return chosen / "gpupool" if chosen else local_machine.local_folder()
@@ -58,10 +65,10 @@ def _chosen_runtime_dir() -> Path | None:
 def find_socket(configured: str = "") -> Path:
     """Return the path at which the broker listens, or will listen after its start.
 
-    It is the first of these: ``configured`` (``c.GPUPool.socket``), ``$GPUPOOL_SOCKET``, the
-    machine-wide socket if it exists, this user's own socket. If the user's own socket does not
-    exist but the user's broker lives, the result is the socket that the lock of the broker's
-    journal names.
+    The result is the first of these: ``configured`` (``c.GPUPool.socket``), ``$GPUPOOL_SOCKET``,
+    the machine-wide socket if it exists, this user's own socket. If the user's own socket does not
+    exist, a broker of the user may listen at another path. The lock file of its journal then names
+    the socket, and the result is this socket.
     """
     chosen = configured or os.environ.get(SOCKET_VARIABLE, "")
     if chosen:
@@ -79,10 +86,11 @@ def find_socket(configured: str = "") -> Path:
 
 
 def journal_name(socket: Path) -> str:
-    """Return the name, without its suffix, of the journal of the broker at ``socket``.
+    """Return the file name, without suffix, of the journal that a broker at ``socket`` writes.
 
-    All usual sockets of one user on one machine share one journal. So a second broker, at any of
-    these sockets, finds the journal locked. A socket with another name belongs to another pool.
+    A user has several usual sockets on one machine, but only one journal for all of them. So a
+    second broker at any of these sockets finds the journal locked. A broker at a socket with
+    another name belongs to another pool, and has its own journal.
     """
     name = f"journal-{local_machine.machine_id()}"
     if is_usual_socket(socket):
@@ -91,13 +99,13 @@ def journal_name(socket: Path) -> str:
 
 
 def is_usual_socket(socket: Path) -> bool:
-    """Return whether ``socket`` is at one of the places where a user's kernels look by default."""
+    """Return whether ``socket`` has one of the paths that a user's kernels try by default."""
     usual = ("gpupool", f"gpupool-{os.geteuid()}")
     return socket.name == "broker.sock" and socket.parent.name in usual
 
 
 def listening_at(lock: Path) -> Path | None:
-    """Return the socket of the broker that holds the journal's ``lock``; None if no broker does."""
+    """Return the socket of the broker that holds the journal's ``lock``; None if it is not held."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -121,7 +129,10 @@ def machine_service() -> bool:
 
 
 def is_machine_path(path: Path) -> bool:
-    """Return whether ``path`` is a path of the machine's broker, a service that no user starts."""
+    """Return whether ``path`` is in ``/run``, but not in ``/run/user``.
+
+    The broker of the whole machine has such a path. A service manager starts it, not a user.
+    """
     return path.parts[:2] == ("/", "run") and path.parts[2:3] != ("user",)
 
 
@@ -155,8 +166,8 @@ def check_socket(path: Path) -> None:
     Raises
     ------
     BrokerUnavailable
-        Code ``no-broker`` if the path does not exist; ``bad-socket`` if it is a symbolic link, is
-        not a socket, or belongs neither to this user nor to root.
+        With code ``no-broker`` if the path does not exist. With code ``bad-socket`` if the path is
+        a symbolic link, is not a socket, or belongs to another user than this user or root.
     """
     check_path(path)
     try:
@@ -183,16 +194,17 @@ def check_socket(path: Path) -> None:
     )
 
 
-#: In a user namespace, a file whose real owner is not known there shows this user id as its owner.
+#: This file has the user id of "nobody". In a user namespace, Linux shows this id as the owner of
+#: each file whose real owner has no id in the namespace.
 _NOBODY = Path("/proc/sys/kernel/overflowuid")
 
 
 def mounted_by_root(path: Path, owner: int) -> bool:
-    """Return whether ``path`` was mounted from outside this user namespace.
+    """Return whether ``path`` is in a safe folder that was mounted from outside the user namespace.
 
-    In a user namespace the machine's root has no user id, and its files seem to belong to "nobody".
-    The path is safe, because only root of this namespace can mount, and no other user can write
-    into the mounted folder.
+    In a user namespace, the machine's root has no user id, so its files seem to belong to "nobody".
+    The folder is safe for two reasons: only root of this namespace can mount a folder, and only the
+    folder's owner can write into it.
     """
     try:
         if owner != int(_NOBODY.read_text()) or whole_user_namespace():
@@ -209,7 +221,7 @@ def mounted_by_root(path: Path, owner: int) -> bool:
 
 
 def whole_user_namespace(table: Path = Path("/proc/self/uid_map")) -> bool:
-    """Return whether the user ids of this process's namespace are those of the machine itself."""
+    """Return whether this process's user namespace has the same user ids as the machine."""
     rows = [line.split() for line in table.read_text().splitlines()]
     return rows == [["0", "0", "4294967295"]]
 
@@ -217,15 +229,15 @@ def whole_user_namespace(table: Path = Path("/proc/self/uid_map")) -> bool:
 def dial(path: Path, seconds: float) -> socket.socket:
     """Return a socket that is connected to ``path``, in blocking mode.
 
-    If many processes connect to a broker at the same time, its queue of connections is full for a
-    moment. While the queue is full, a blocking ``connect`` waits, but a non-blocking ``connect``
-    fails with EAGAIN. A Python socket with a time-out is non-blocking. So this function uses a
-    blocking socket with the operating system's own time-out.
+    If many processes connect to a broker at the same time, the broker's queue of connections may be
+    full for a moment. While the queue is full, a blocking ``connect`` waits, but a non-blocking
+    ``connect`` fails with EAGAIN. A Python socket with a time-out is non-blocking. So this function
+    uses a blocking socket, and sets the time-out with the socket option SO_SNDTIMEO.
 
     Raises
     ------
     OSError
-        If nothing listens there, or its queue stays full for ``seconds``.
+        If no broker listens at ``path``, or the broker's queue stays full for ``seconds``.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -234,8 +246,9 @@ def dial(path: Path, seconds: float) -> socket.socket:
             left = max(0.001, deadline - time.monotonic())
             _set_send_timeout(connection, left)
             connection.connect(str(path))
-            # If a signal interrupts a connect, Python assumes that the connect continues, as in
-            # TCP. On a unix socket, the connect has failed.
+            # If a signal interrupts ``connect``, Python assumes that the connection is still made,
+            # as in TCP. But on a unix socket, the call has failed: getpeername() then raises
+            # ENOTCONN, and the loop tries again.
             connection.getpeername()
             _set_send_timeout(connection, 0.0)
             return connection

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""All public exceptions. Each has a stable ``code``, a sentence, the next step and the numbers.
+"""All public exceptions. Each has a stable ``code``, a message, the next step, and details.
 
-Standard library only; imports nothing of this package.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Mapping
 
 
 class Code(str, Enum):
-    """Every code of an error, a refusal or a line of the log: the word that programs compare.
+    """The codes of errors, refusals and log lines. A code is a word that programs can compare.
 
-    ``status`` is the HTTP status of the REST API's answer, ``about`` explains the code.
-    ``docs/errors.md`` is made from this class.
+    ``status`` is the HTTP status of the REST API's answer, and ``about`` explains the code in a
+    sentence. ``docs/errors.md`` is made from this class.
     """
 
     status: int
@@ -82,7 +82,7 @@ class Code(str, Enum):
     NO_ROOM = "no-room", 409, "The GPU has no room for its self-test."
     NO_DEVICE = "no-device", 409, "The pool has no GPU that it can use."
 
-    # The request does not fit the session, its page or its connection.
+    # A request that is impossible in the present state of the session, its page or its connection.
     SESSION_EXISTS = "session-exists", 409, "A session with this id exists already."
     ALREADY_LAUNCHED = "already-launched", 409, "The session has a process already."
     NOT_LAUNCHED = "not-launched", 409, "The broker does not know the session's process yet."
@@ -94,7 +94,7 @@ class Code(str, Enum):
     NOT_POOLED = "not-pooled", 409, "The kernel runs without a session of the pool."
 
     # The broker and the connection to it.
-    BROKER_UNAVAILABLE = "broker-unavailable", 503, "No broker listens, or its connection ended."
+    BROKER_UNAVAILABLE = "broker-unavailable", 503, "No broker listens, or the connection ended."
     BROKER_SILENT = "broker-silent", 503, "The broker listens, but it does not answer."
     NO_BROKER = "no-broker", 503, "There is no broker at the socket."
     BAD_SOCKET = "bad-socket", 503, "The socket or its folder cannot be used, or is not safe."
@@ -162,11 +162,11 @@ class GPUPoolError(Exception):
     code:
         Stable word for programs, such as ``Code.OVER_QUOTA``.
     message:
-        What was requested and why it failed, in one sentence.
+        One sentence that says what was requested, and why this failed.
     next_step:
-        What to do about it; may be empty.
+        What the user can do about the error; may be empty.
     details:
-        The numbers behind the sentence, JSON values.
+        The numbers behind the message, as JSON values.
     """
 
     code = Code.ERROR

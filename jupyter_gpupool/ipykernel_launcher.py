@@ -13,7 +13,7 @@ from .launcher import IPYKERNEL_LAUNCHER, become
 
 
 def main() -> None:
-    """Replace this process by ipykernel, with the same options for Python."""
+    """Replace this process by ipykernel. Python gets the same options as in this process."""
     words = list(sys.orig_argv)
     options = words[1 : words.index(IPYKERNEL_LAUNCHER) - 1] if IPYKERNEL_LAUNCHER in words else []
     become([sys.executable, *options, "-m", "ipykernel_launcher", *sys.argv[1:]])

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Make, list and remove pooled twins of installed kernelspecs.
 
-A twin is a copy that starts the same kernel through our provisioner, or through our launcher in
-clients that have no provisioners. It keeps everything else of the original: files, logos,
-environment, interrupt mode, metadata. The original does not change.
+A twin is a copy of a kernelspec. It starts the same kernel through our provisioner. In clients
+without provisioners, it starts the kernel through our launcher. All else is as in the original:
+files, logos, environment, interrupt mode, metadata. The original does not change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAME = re.compile(r"^[a-z0-9._-]+$", re.IGNORECASE)  # as in jupyter_client
 
 
 class KernelSpecError(GPUPoolError):
-    """A kernelspec that does not exist, or cannot be wrapped or unwrapped."""
+    """Raised if a kernelspec does not exist, or cannot be wrapped or unwrapped."""
 
     code = Code.KERNELSPEC
 
@@ -95,9 +95,9 @@ def wrap(
     Raises
     ------
     KernelSpecError
-        If the kernelspec does not exist, is already pooled or uses another provisioner. Also if a
-        kernelspec that is not a twin has the new name, if the twin's kernels must encrypt messages
-        but cannot, or if the folder cannot be written.
+        If the kernelspec ``name`` does not exist, is already pooled or uses another provisioner.
+        With ``remote``, also if its kernel cannot encrypt messages. Also if the new name is the
+        name of a kernelspec that is not a twin, or if the folder cannot be written.
     """
     manager = KernelSpecManager()
     folder = _find(manager, name)
@@ -129,9 +129,9 @@ def wrap(
         "config": {},
     }
     metadata["gpupool"] = {"wraps": name}
-    # Clients without provisioners run this launcher. In other clients, the provisioner removes it
-    # from the command. The launcher runs in this environment, even if the kernel runs in another
-    # one.
+    # Clients without provisioners run our launcher. In other clients, our provisioner removes the
+    # launcher from the command. The launcher runs in this environment, even if the kernel itself
+    # runs in another environment.
     spec["argv"] = [sys.executable, "-m", LAUNCHER, "--kernel", target, "--", *spec["argv"]]
     spec["metadata"] = metadata
     suffix = REMOTE_SUFFIX if remote else SUFFIX
@@ -190,11 +190,12 @@ def _find(manager: Any, name: str) -> Path:
 
 
 def _native_or_read(folder: Path) -> dict[str, Any]:
-    """Return the kernelspec in ``folder``; its ``argv`` is correct even for the native kernel.
+    """Return the kernelspec in ``folder``, also if it is the native kernel's folder.
 
     If nobody has installed a kernelspec for the native kernel, Jupyter reports a folder of
-    ipykernel that has no kernel.json. In this case, the ``argv`` gets the path of this
-    environment's interpreter, so that a twin in another environment also starts it.
+    ipykernel without a kernel.json. For this folder, the function makes a kernelspec. Its ``argv``
+    has the path of this environment's interpreter, so that the twin starts this interpreter even
+    if the twin is installed in another environment.
     """
     try:
         from ipykernel.kernelspec import RESOURCES, get_kernel_dict

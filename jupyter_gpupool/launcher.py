@@ -39,9 +39,9 @@ AGENT = "jupyter_gpupool.kernel"
 NOTICE_VARIABLE = "GPUPOOL_NOTICE"
 AGENT_FLAG = f"--IPKernelApp.extra_extensions={AGENT}"
 
-#: Programs that the ``argv`` of a pooled kernelspec starts. The first one runs any kernel, whose
-#: command follows ``--``. The second one runs ipykernel; clients such as VS Code recognise an
-#: ipykernel by this second name.
+#: The programs that the ``argv`` of a pooled kernelspec can start. ``LAUNCHER`` runs any kernel, by
+#: the command after ``--``. ``IPYKERNEL_LAUNCHER`` runs ipykernel. Clients such as VS Code
+#: recognise an ipykernel by the name of this program.
 LAUNCHER = "jupyter_gpupool.launcher"
 IPYKERNEL_LAUNCHER = "jupyter_gpupool.ipykernel_launcher"
 
@@ -53,8 +53,8 @@ OPENED_VARIABLE = "GPUPOOL_OPENED"
 #: The options that a kernelspec's ``config`` may have.
 OPTIONS = ("memory", "limit", "devices", "compute", "priority", "group", "attach", "broker_socket")
 
-#: The provisioner that starts a kernel on a machine that the cluster chooses, and its options for
-#: that choice.
+#: The provisioner that starts a kernel on another machine. The cluster chooses the machine, and
+#: ``PLACEMENT_OPTIONS`` are the options for this choice.
 REMOTE_PROVISIONER = "gpupool-remote-provisioner"
 PLACEMENT_OPTIONS = ("model", "data")
 
@@ -86,8 +86,8 @@ def runs_ipykernel(command: list[str]) -> bool:
 def kernel_command(command: Sequence[str]) -> list[str]:
     """Return the kernel's own command, without our launcher.
 
-    The launcher stays if the command does not begin with a Python, because the kernel may need the
-    wrapper that comes first (such as ``conda run``).
+    If the command does not begin with a Python, the function returns it with the launcher. The
+    kernel may need the program at the beginning of the command (such as ``conda run``).
     """
     if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):
         return [*command]
@@ -99,7 +99,8 @@ def kernel_command(command: Sequence[str]) -> list[str]:
             return [*command[:index], "-m", "ipykernel_launcher", *rest]
         if module == LAUNCHER and "--" in rest[:-1]:
             inner = rest[rest.index("--") + 1 :]
-            # Like jupyter_client, replace a bare ``python`` as the first word of an argv.
+            # jupyter_client replaces a bare ``python`` at the beginning of an argv. Do the same
+            # with a bare ``python`` at the beginning of the kernel's own command.
             return [command[0] if _PYTHON.fullmatch(inner[0]) else inner[0], *inner[1:]]
         break
     return [*command]
@@ -138,7 +139,8 @@ def enter_session(
     attach = str(answer.get("attach", ""))
     if "GPUPOOL_PAGE" in answer["env"] and attach == "lazy":
         return command, ""
-    # Neither agent nor guard would request a slice for this kernel, so it must not find a device.
+    # This kernel has no agent, and the guard would not request a slice for it. So the kernel must
+    # not find a device.
     hide_devices(environ)
     why = (
         "and the guard does not do so with attach policy 'manual'"
@@ -167,7 +169,7 @@ def check_options(stanza: Mapping[str, Any], kernel: str, known: Sequence[str] =
 
 
 def options_of(provisioner: str) -> tuple[str, ...]:
-    """Return the options that a kernelspec may have for one of our provisioners."""
+    """Return the names of the options that ``provisioner``, one of ours, accepts."""
     return (*OPTIONS, *PLACEMENT_OPTIONS) if provisioner == REMOTE_PROVISIONER else OPTIONS
 
 
@@ -199,12 +201,12 @@ def agent_folder() -> Path:
     Raises
     ------
     GPUPoolError
-        If another user could change what is imported from there.
+        If another user could change the files that Python imports from this folder.
     """
     package = Path(__file__).resolve().parent
     base = user_runtime_dir()
     folder = base / f"agent-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
-    for path in (base, folder):  # two calls, because ``parents=True`` ignores the mode for parents
+    for path in (base, folder):  # two calls, because mkdir gives parents the default mode
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (base, folder):
         found = path.lstat()
@@ -246,14 +248,14 @@ _USAGE = "usage: python -m jupyter_gpupool.launcher --kernel NAME -- COMMAND..."
 
 
 def become(command: Sequence[str], kernel: str = SHIPPED) -> NoReturn:
-    """Become the kernel that ``command`` starts, in its own session.
+    """Open a session, and replace this process by the kernel that ``command`` starts.
 
     Parameters
     ----------
     command:
         The kernel's own command, with the connection file.
     kernel:
-        The name of its kernelspec, whose ``config`` has the request.
+        The name of the kernel's kernelspec. The request is in the kernelspec's ``config``.
     """
     if os.environ.get(OPENED_VARIABLE):
         env = {k: v for k, v in os.environ.items() if k != OPENED_VARIABLE}
@@ -275,7 +277,7 @@ def become(command: Sequence[str], kernel: str = SHIPPED) -> NoReturn:
 
 
 def _execute(command: list[str], env: Mapping[str, str]) -> NoReturn:
-    # Python ignores these signals, and exec would keep them ignored.
+    # Python ignores these signals, and the kernel would inherit this through exec.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -294,7 +296,7 @@ def _without_session(command: list[str], env: dict[str, str], why: str) -> tuple
         answer: dict[str, Any] = {"env": {}, "attach": "lazy"}
         return enter_session(command, env, answer)[0], why
     except GPUPoolError:
-        return command, why  # start it without an agent, which would only repeat the line on stderr
+        return command, why  # start without an agent: it would only repeat the line on stderr
 
 
 def open_session(
@@ -309,10 +311,12 @@ def open_session(
 ) -> tuple[list[str], str]:
     """Open a session for this process, with the request in the kernelspec ``spec``.
 
-    Return the kernel's command, and why it gets no GPU ("" if it may get one). If the kernel's
-    client runs on this machine and its configuration differs from the broker's, ``env`` gets a
-    notice of the difference. If a cluster has chosen this machine, ``model`` and ``data`` are the
-    GPU model and the folders that the kernel needs.
+    Return the kernel's command, and why the kernel gets no GPU ("" if it may get one).
+
+    ``client_here`` says whether the kernel's client runs on this machine. If it does, this function
+    compares the client's configuration with the broker's, and ``env`` gets a notice if they differ.
+    ``model`` and ``data`` are the GPU model and the folders that the kernel needs, if a cluster has
+    chosen this machine.
     """
     metadata = spec.get("metadata") or {}
     provisioner = metadata.get("kernel_provisioner") or {}
@@ -321,7 +325,7 @@ def open_session(
     check_options(stanza, shown, options_of(str(provisioner.get("provisioner_name"))))
     request, attach = _wanted(stanza, shown)
     if attach != "manual" and not runs_ipykernel(command):
-        attach = "lazy"  # there is no agent to see the cells; the provisioner does the same
+        attach = "lazy"  # without an agent, nobody sees the cells; the provisioner does the same
     named = str(stanza.get("broker_socket") or "")
     with closing(ClientAgain(lambda: living_broker(named), timeout=START_TIMEOUT)) as client:
         answer, socket = client.ask(
@@ -405,7 +409,11 @@ def _label(env: Mapping[str, str], shown: str) -> str:
 
 
 def living_broker(named: str) -> Path:
-    """Return the socket of a living broker; start this user's own broker if none lives."""
+    """Return the socket of a running broker.
+
+    With ``named``, only the broker of this socket counts; the function restarts it if necessary.
+    Without ``named``, the function starts this user's own broker if no broker runs.
+    """
     from .starting import answers, ensure_broker, revive
 
     if named:

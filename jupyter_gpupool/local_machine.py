@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Which machine this is, and which folders a logout does not remove. Standard library only.
 
-Files that a broker and its kernels must find again need a special folder. A home folder is not
-suitable, because several machines can share it. ``/run/user/UID`` and ``/dev/shm`` are not suitable
-either, because a user's files there are deleted at the last logout.
+A broker and its kernels need a folder for files that they must find again later. A home folder is
+not suitable, because several machines can share it. ``/run/user/UID`` and ``/dev/shm`` are not
+suitable, because a user's last logout deletes the user's files in them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from .errors import Code, GPUPoolError
 
-#: Unsuitable file systems, by ``f_type`` of statfs(2). Other machines may also mount them, or
-#: SQLite's locks and shared memory maps are not reliable on them.
+#: Maps ``f_type`` of statfs(2) to the name of an unsuitable file system. On such a file system,
+#: other machines may see the files, or SQLite's locks and shared memory maps are not reliable.
 NETWORK = {
     0x6969: "NFS",
     0x517B: "SMB",
@@ -63,13 +63,13 @@ FIRST_NAMESPACE = f"pid:[{0xEFFFFFFC}]"
 
 
 class FolderError(GPUPoolError):
-    """A folder cannot be made, or other users can enter it."""
+    """Raised if a folder cannot be made, or if other users can enter it."""
 
     code = Code.BAD_FOLDER
 
 
 def boot_id() -> str:
-    """Return an id of this boot. The start times of processes count from the boot."""
+    """Return the id of this boot. Linux counts the start time of a process from the boot."""
     return _BOOT_ID.read_text().strip()
 
 
@@ -102,14 +102,17 @@ def _number() -> str:
             continue
         if len(text) == 32 and text.strip("0123456789abcdef") == "":
             return text
-    # Host name and network address stay the same after a reboot. Without a network card, getnode()
-    # returns a random number, which is not used here.
+    # Use the host name and the network address: a reboot does not change them. Without a network
+    # card, getnode() returns a random number with bit 40 set. Do not use this number.
     node = uuid.getnode()
     return f"{socket.gethostname()} {node if not node >> 40 & 1 else ''}"
 
 
 def network_file_system(path: Path) -> str:
-    """Return the kind of network file system on which ``path`` is (or would be); '' if on none."""
+    """Return the name of the network file system of ``path``; '' if it is a local file system.
+
+    If ``path`` does not exist, its nearest parent that exists counts.
+    """
     return NETWORK.get(_file_system(path), "")
 
 
@@ -124,7 +127,10 @@ def _file_system(path: Path) -> int:
 
 
 def state_dir() -> Path:
-    """Return the default folder of journal and log: /var/lib for root, else in the home."""
+    """Return the default folder for the journal and the log.
+
+    For root the folder is in /var/lib. For other users it is in XDG_STATE_HOME or in the home.
+    """
     if os.getuid() == 0:
         return Path("/var/lib/gpupool")
     base = os.environ.get("XDG_STATE_HOME", "")
@@ -133,7 +139,10 @@ def state_dir() -> Path:
 
 
 def local_folder() -> Path:
-    """Return this user's folder on this machine: local, and kept at a logout. It may not exist."""
+    """Return the path of this user's folder in the best of ``LOCAL_BASES``.
+
+    The folder may not exist yet.
+    """
     name = f"gpupool-{os.geteuid()}"
     bases = [base for base in LOCAL_BASES if base.is_dir() and not network_file_system(base)]
     for base in bases:
@@ -156,7 +165,7 @@ def make_private(folder: Path) -> Path:
     Raises
     ------
     FolderError
-        If it cannot be made, is no folder, or belongs to another user.
+        If the folder cannot be made or belongs to another user, or if the path is no folder.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

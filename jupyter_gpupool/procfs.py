@@ -3,8 +3,8 @@
 """Processes in ``/proc``: their identity, state, ancestors and open files; and how to end them.
 
 Only this module reads ``/proc/<pid>``. It imports only the standard library, because kernels also
-use it. Reading ``environ`` or ``maps`` of a process that is being suspended can block, because the
-suspend holds the lock of its address space: do not read these files on the broker's event loop.
+use it. A suspend holds the lock of a process's address space. A read of the process's ``environ``
+or ``maps`` can then block, so do not read these files on the broker's event loop.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Iterable, Iterator, Literal
 
-#: Set in the environment of a session's kernel; its child processes inherit it.
+#: The environment variable with the session's id. A kernel of the pool has this variable, and its
+#: child processes inherit it.
 SESSION_VARIABLE = "GPUPOOL_SESSION"
 
 Presence = Literal["alive", "stopped", "gone"]
 
 PROC = Path("/proc")
 
-#: Errors that come from a lack of descriptors or memory in this process. They do not show whether
-#: the process that this module examines exists.
+#: A read in ``/proc`` fails with one of these errors if descriptors or memory are short. Such an
+#: error does not show whether the process that is read exists.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
-#: The search for ancestors stops after this many parents: no notebook has a longer chain.
+#: The search for a process's ancestors stops after this many steps. The processes of notebooks have
+#: fewer ancestors.
 MAX_DEPTH = 64
 
-#: Nanoseconds of run time that each counted clock tick proves. The module uses this value only if
-#: Linux has no finer count of run time (gVisor, or a Linux that was built without it). The value is
-#: half a tick, because the process may have run for only one whole tick when Linux has counted two.
+#: Some machines count a thread's run time only in clock ticks (gVisor, or a Linux that was built
+#: without ``schedstat``). This module then takes each counted tick as this many nanoseconds of run
+#: time. The value is half a tick, because Linux may count two ticks for a thread that has run for
+#: only one.
 _TICK = 500_000_000 // os.sysconf("SC_CLK_TCK")
 
 #: In ``flags``: the first thread is exiting.
@@ -53,7 +56,7 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """The part of ``/proc/<pid>/stat`` (proc_pid_stat(5)) that matters here."""
+    """The fields of ``/proc/<pid>/stat`` (proc_pid_stat(5)) that this package uses."""
 
     pid: int
     #: R running, S sleeping, D disk, T stopped, t traced, Z zombie, X dead, I idle.
@@ -75,7 +78,8 @@ class Stat:
 
         Every checkpoint call on a stopped process hangs.
         """
-        # If a zombie has several threads, only its first thread has ended: the process still runs.
+        # A process is a zombie as soon as its first thread has ended. If it has other threads, it
+        # still runs.
         if self.state == "X" or (self.state == "Z" and self.threads <= 1):
             return "gone"
         return "stopped" if self.state in "Tt" else "alive"
@@ -112,9 +116,9 @@ def identify(pid: int) -> ProcessId | None:
 def presence(process: ProcessId) -> Presence:
     """Return whether ``process`` (not a later process with its pid) is alive, stopped or gone.
 
-    If the caller's process has no free descriptor, it cannot read the state of ``process``. The
-    function then checks only whether the pid exists: the caller must not end a session because it
-    lacks descriptors itself.
+    Without a free descriptor, this function cannot read the state of ``process``. It then returns
+    "alive" if the pid exists. Otherwise the broker would end sessions only because it has no free
+    descriptor itself.
     """
     try:
         stat = parse_stat(_read(process.pid, "stat").decode(errors="replace"))
@@ -137,9 +141,9 @@ def _exists(pid: int) -> bool:
 
 
 def resident(process: ProcessId) -> tuple[int, int]:
-    """Return the host memory of a process in bytes, and the shared part.
+    """Return a process's host memory, and the shared part of this memory, both in bytes.
 
-    Linux reads this without the lock that a suspend can hold for a long time.
+    This read does not need the lock of the address space, which a suspend can hold for a long time.
     """
     try:
         _, all_of_it, shared, *_ = map(int, _read(process.pid, "statm").split())
@@ -152,7 +156,7 @@ def resident(process: ProcessId) -> tuple[int, int]:
 def ending(process: ProcessId) -> bool:
     """Return whether ``process`` has ended or will certainly end.
 
-    It may still hold device memory: Linux takes seconds to release many GiB.
+    A process that has ended may still hold device memory: Linux takes seconds to release many GiB.
     """
     if presence(process) == "gone":
         return True
@@ -178,8 +182,8 @@ def variables(pid: int, names: Iterable[str]) -> dict[str, str] | None:
         return None
     found = {}
     for name in names:
-        # Search for each name, because a dictionary of all variables would take longer to make.
-        # Each suspend reads the environment of every process.
+        # Each suspend reads the environment of every process. A search for each name is faster than
+        # a dictionary of all variables.
         _, there, rest = environ.rpartition(f"\0{name}=".encode())
         if there:
             found[name] = os.fsdecode(rest.partition(b"\0")[0])
@@ -195,7 +199,7 @@ def session_of(pid: int) -> str | None:
 def spaces(pid: int) -> tuple[int, int] | None:
     """Return the PID namespace and the mount namespace of a process; None if unknown."""
     try:
-        # os.stat, because Path.stat is slower and this runs for every process of the machine.
+        # os.stat is faster than Path.stat, and this function runs for every process of the machine.
         return (
             os.stat(f"{PROC}/{pid}/ns/pid").st_ino,  # noqa: PTH116
             os.stat(f"{PROC}/{pid}/ns/mnt").st_ino,  # noqa: PTH116
@@ -222,22 +226,23 @@ def number_inside(pid: int) -> int:
 
 
 def translated(number: int, beside: int) -> int:
-    """Return the pid here of the process whose pid is ``number`` in the namespace of ``beside``.
+    """Return this namespace's pid for the pid ``number`` in the PID namespace of ``beside``.
 
-    "Here" is the PID namespace of this process. The answer is 0 if the PID namespace of ``beside``
-    has no such process.
+    Both pids belong to one process. The answer is 0 if no process in the PID namespace of
+    ``beside`` has the pid ``number``.
     """
     space = other_space(beside)
     if not space:
-        # If ``beside`` has ended, a process in a container may have inherited its connection, and
-        # ``number`` may be a pid in this container.
+        # ``beside`` is in this namespace, or has ended. If it has ended, a process in a container
+        # may have inherited its connection. ``number`` is then perhaps a pid in that container, so
+        # return 0.
         return number if identify(beside) is not None else 0
     pids = (process.pid for process in insiders(space).values())
     return next((pid for pid in pids if number_inside(pid) == number), 0)
 
 
 def other_space(pid: int) -> int | None:
-    """Return the PID namespace of a process: 0 for this process's own, None if unknown."""
+    """Return the PID namespace of ``pid``; 0 if this process is in it, too; None if unknown."""
     found = spaces(pid)
     if found is None:
         return None
@@ -245,7 +250,10 @@ def other_space(pid: int) -> int | None:
 
 
 def insiders(space: int) -> dict[ProcessId, ProcessId]:
-    """Return the processes of a PID namespace: for each identity in it, the identity here."""
+    """Map a process's identity in a PID namespace to its identity in this namespace.
+
+    The result has all processes of the namespace ``space``.
+    """
     found = {}
     for pid in all_pids():
         its = spaces(pid)
@@ -262,7 +270,7 @@ def _own_space() -> int:
 
 
 def open_files(pid: int) -> Iterator[tuple[Path, str]]:
-    """Yield each open file of a process: its link in ``/proc``, and the target.
+    """Yield, for each open file of a process, the link in ``/proc`` and the link's target.
 
     Raises
     ------
@@ -319,7 +327,7 @@ class _Spare:
             self._take()
 
     def open(self, path: str, error: OSError) -> int:
-        """Close the spare descriptor and open a file; raise ``error`` if there is no spare one."""
+        """Close the spare descriptor and open a file instead; raise ``error`` without a spare."""
         with self._lock:
             if self._fd < 0:
                 raise error
@@ -341,7 +349,7 @@ spare = _Spare()
 def _read(pid: int, name: str) -> bytes:
     path = f"{PROC}/{pid}/{name}"
     try:
-        # Python's open() is three times as slow, and this runs for every process of the machine.
+        # os.open is three times as fast as open(), and this runs for every process of the machine.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in _EXHAUSTED:
@@ -375,9 +383,12 @@ def all_stats() -> dict[int, Stat]:
 
 
 def owner(pid: int) -> int | None:
-    """Return the user id that owns ``/proc/<pid>``: root for a process that is not dumpable."""
+    """Return the user id of the owner of ``/proc/<pid>``; None if the process has ended.
+
+    If the process is not dumpable, the owner is root.
+    """
     try:
-        # Not Path.stat(): making the path costs more than the call.
+        # Path.stat() would be slower: to make the Path costs more than the call of stat.
         return os.stat(f"{PROC}/{pid}").st_uid  # noqa: PTH116
     except OSError:
         return None
@@ -430,7 +441,8 @@ def descends(pid: int, root: ProcessId) -> bool:
 def descendants(root: ProcessId) -> list[ProcessId]:
     """Return the living descendants of ``root``, parents before children, without ``root``.
 
-    The list leaves out this process and its descendants: a notebook may have started this broker.
+    A notebook may have started this broker, so the list leaves out this process and its
+    descendants.
     """
     if not alive(root):
         return []
@@ -469,7 +481,10 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def kill(processes: Iterable[ProcessId]) -> list[str]:
-    """Send SIGKILL to each process, by identity; return a sentence for each failure."""
+    """Send SIGKILL to each of the processes; return a sentence for each failure.
+
+    A later process that has the pid of one of them gets no signal.
+    """
     problems = []
     for process in processes:
         try:

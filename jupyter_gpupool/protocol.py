@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The broker's wire protocol: one JSON object per line, in both directions. It uses no sockets.
+"""The broker's wire protocol: one JSON object per line, in both directions.
+
+This module uses no sockets.
 
 A *request* has ``v``, ``type`` and the fields below. A request with an ``id`` (a positive integer,
 unique on its connection) gets exactly one ``ok`` or ``error`` with the same ``id``, at once or
@@ -13,9 +15,10 @@ seconds.
 ``status``, ``why``, ``hour``, ``journal``, ``watch`` and ``ping`` are *reads*; all other requests
 are *acts*. Each request has a price. Each user (by user id, over all connections) has one budget
 for reads and one budget for acts. The broker delays requests beyond the budget. If a read has
-waited for 2 s, the broker refuses it with the code ``busy``; ``details.retry_after`` has the
-seconds until a retry. It never refuses acts for this reason. The broker handles the acts of one
-connection in their order. While a read waits, it may handle acts that came after the read.
+waited for 2 s, the broker refuses it with the code ``busy``; ``details.retry_after`` is the number
+of seconds after which the client may retry. The broker never refuses an act because it has waited.
+The broker handles the acts of one connection in their order. While a read waits, it may handle acts
+that came after the read.
 
 ===========  =====================================================================================
 ``ok``       ``id`` and the fields of the answer
@@ -26,34 +29,37 @@ connection in their order. While a read waits, it may handle acts that came afte
              ``preempted`` (why the kernel lost its slice while it worked, or "")
 ``yield``    push to an agent: ``epoch``; the broker wants the slice, answer with ``yielded``
 ``wanted``   push to an agent: another kernel waits for the agent's slice; until the lease ends,
-             send ``resting`` whenever no cell runs (at once, or when the last running cell ends)
+             send ``resting`` whenever no cell runs: at once, or when the last running cell ends
 ``lost``     push to an agent: ``message``; the driver lost this session's device state
 ``notice``   push to an agent: ``message``; a sentence for the user, shown in the notebook
 ``refused``  push to an agent: ``what`` (``attach`` or ``grow``), ``code``, ``message``,
              ``next_step``; the pool refused a CUDA call of the session's processes
 ``event``    push to a watcher: a row of the journal as it happens
-``stirred``  push to a watcher: ``session``; a cell of the session began or ended, or its wait has
-             news, and the journal has no row about it. After a change of the queue the broker sends
-             only one ``stirred`` for all idle sessions of the watcher, with the name of one of
-             them: other kernels may have begun or stopped waiting for the slices of these sessions
+``stirred``  push to a watcher: ``session``; the session has changed, but the journal has no row
+             about the change: a cell began or ended, or the wait has news. After a change of the
+             queue, other kernels may have begun or stopped waiting for the slices of idle sessions.
+             For all idle sessions of a watcher, the broker then sends only one ``stirred``, with
+             the id of one of these sessions
 ===========  =====================================================================================
 
 Why ``yield``/``yielded``: a cell on an attached session must not wait for a round trip to the
-broker. The agent owns its lease until it agrees to give it up, so it may start a cell with one
-``hold`` that has no answer (``wait`` false). If the agent sent a ``hold`` before it read the
-``yield``, it answers the ``yield`` with ``false``. The agent may send a ``hold`` up to 50 ms late.
-If several cells have begun and ended by then, it may send one ``hold`` and one ``drop`` for all of
-them. But it always sends these messages before a ``yielded`` or any other request.
+broker. The agent owns its lease until it gives the lease up with ``yielded``. So it may start a
+cell at once, and send a ``hold`` to which the broker sends no answer (``wait`` false). If the agent
+has sent a ``hold`` before it reads the ``yield``, its ``yielded`` is false. The agent may send a
+``hold`` up to 50 ms late. If several cells begin and end in this time, the agent may send one
+``hold`` and one ``drop`` for all of them. It always sends these messages before a ``yielded`` or
+any other request.
 
-A session has one agent and any number of *members*: its programs, and ``jupyter gpupool run``,
-which started its process. A member sends each ``hold`` with ``wait`` true and continues when the
-broker grants it, so the broker need not send the member a ``yield``. A member gets the pushes
-``queue``, ``lease``, ``lost``, ``notice`` and ``refused`` like the agent. Its holds end with its
-connection.
+A session has one agent and any number of *members*: the session's programs, and the ``jupyter
+gpupool run`` that started them. A member sends each ``hold`` with ``wait`` true, and continues when
+the broker has granted the hold. So the broker need not send a member a ``yield``. A member gets the
+pushes ``queue``, ``lease``, ``lost``, ``notice`` and ``refused``, as the agent does. The holds of a
+member end with its connection.
 
 The guard sends ``attach`` and ``grow`` without a ``hello``, and opens a new connection for each of
-them. It sends them only if a CUDA call must wait according to the session's shared page. The broker
-writes the grant to the page before it sends the ``ok``. Closing the connection ends the wait.
+them. It sends one of them if the session's shared page says that a CUDA call must wait. The broker
+writes the grant to the page before it sends the ``ok``. If the guard closes the connection, the
+wait ends.
 """
 
 from __future__ import annotations
@@ -86,7 +92,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """Return the object on ``line``.
+    """Return the JSON object in ``line``.
 
     Raises
     ------

@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Opens a session in the pool before a kernel starts, and closes the session when the kernel ends.
 
-One object serves a kernel until its end, with all restarts. jupyter_client calls:
+One object serves a kernel through all its restarts, until the kernel's end. jupyter_client makes
+these calls:
 
 - start: ``pre_launch``, ``launch_kernel``, ``post_launch``;
 - restart: ``shutdown_requested(True)``, ``cleanup(True)``, then as for a start;
@@ -49,7 +50,8 @@ from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
 
-#: Most seconds for the suspend before a kill. Only one driver needs this suspend.
+#: One driver hangs if a kernel is killed after a suspend and resume. For this driver, the broker
+#: suspends the kernel again before a kill. The suspend may take at most this many seconds.
 RETIRE_TIMEOUT = 12.0
 
 
@@ -74,7 +76,10 @@ _EXAMPLE = 'Write for example {"memory": "12GiB"} in the config of the kernelspe
 
 
 class KernelNotStarted(GPUPoolError, HTTPError):
-    """Why a kernel was not started. Jupyter Server shows users only errors that are HTTP errors."""
+    """A kernel was not started.
+
+    This is an HTTP error, too, because Jupyter Server shows users only HTTP errors.
+    """
 
     def __init__(self, error: GPUPoolError) -> None:
         GPUPoolError.__init__(
@@ -157,11 +162,13 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     _session: str = ""
     #: Whether the driver hangs if this kernel is killed after a suspend and resume.
     _retires: bool = False
-    #: The kernel's request before a restart; its user may have changed it by %gpu.
+    #: The session's request before a restart. The user may have changed it with %gpu, and the
+    #: restarted kernel keeps it.
     _request: Mapping[str, Any] | None = None
 
     def __init__(self, **kwargs: Any) -> None:
-        # jupyter_client passes a kernelspec's options as arguments and drops unknown ones silently.
+        # jupyter_client passes a kernelspec's options as arguments, and an unknown option has no
+        # effect. So refuse unknown options here.
         spec = kwargs.get("kernel_spec")
         stanza = getattr(spec, "metadata", {}).get("kernel_provisioner", {}).get("config", {})
         try:
@@ -225,7 +232,10 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return info
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """Save the present request for a restart. Called while the kernel still runs."""
+        """Make the kernel safe to kill, and save its request for a restart.
+
+        Called while the kernel still runs.
+        """
         await super().shutdown_requested(restart=restart)
         await self._retire()  # the driver may also hang when the kernel exits without a kill
         if restart and self._session and self._socket is not None:
@@ -247,7 +257,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     async def _retire(self) -> None:
         """Let the broker make the kernel safe to kill, if this driver needs that.
 
-        It takes at most :data:`RETIRE_TIMEOUT`.
+        The broker may take at most :data:`RETIRE_TIMEOUT` seconds for this.
         """
         retires, self._retires = self._retires, False
         if not retires or not self._session or self._socket is None:
@@ -297,15 +307,15 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return await loop.run_in_executor(None, partial(function, *args))
 
     def _open(self, label: str) -> tuple[Mapping[str, Any], Path]:
-        """Open a session; return the broker's answer and its socket."""
+        """Open a session; return the broker's answer and the broker's socket."""
         if self.attach and self.attach not in POLICIES:
             raise ConfigError(
                 f"GPUPoolProvisioner.attach is {self.attach!r}, which is no attach policy; the "
                 f"policies are {', '.join(POLICIES)}.",
                 next_step=did_you_mean(self.attach, POLICIES),
             )
-        # Keep the connection open until the kernel is launched: if this server dies before the
-        # launch, the broker ends the session.
+        # The connection stays open until the kernel is launched. If this server dies before the
+        # launch, the connection closes, and the broker ends the session.
         try:
             answer, socket = self._client.ask(
                 "open",
@@ -333,7 +343,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     def _find_broker(self) -> Path:
         """Return the socket of a living broker."""
         if self.broker_socket:
-            # Start no other broker beside the named broker: both would grant the same memory.
+            # Start no second broker: it would grant the same memory as the named broker.
             socket = Path(self.broker_socket)
             if not answers(socket):
                 revive(socket)
@@ -342,14 +352,15 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return ensure_broker(self._pool_config(), self._configured_socket())
 
     def _other_configuration(self, answer: Mapping[str, Any]) -> str:
-        """Return the notice that broker and server differ in configuration; "" if they agree."""
+        """Return how the broker's configuration differs from the server's; "" if they are equal."""
         text = notice(self.config.get("GPUPool"), answer)
         if not_logged(text):
             self.log.warning("GPU pool: %s", text)
         return text
 
     def _launched(self, pid: int) -> None:
-        # The broker may have restarted at another socket since the session was opened.
+        # The broker may have restarted at another socket since the session was opened. So store the
+        # socket at which the broker answers now.
         _, self._socket = self._client.ask("launched", session=self._session, pid=pid)
         self._client.close()
 
@@ -369,7 +380,10 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             client.call("close", session=session, reason=reason)
 
     async def _release(self, reason: str) -> None:
-        """Close the session if there is one. Never raises: the broker also sees the process end."""
+        """Close the session if one is open.
+
+        An error of the broker is only logged: the broker also notices the end of the process.
+        """
         session, self._session = self._session, ""
         try:
             if session and self._socket is not None:
@@ -396,15 +410,15 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     def _policy(self) -> str | None:
         """Return the attach policy to ask for; None leaves the choice to the pool.
 
-        In a kernel without ipykernel there is no agent that attaches the session for a cell or for
-        %gpu, so only the guard can attach it.
+        A kernel without ipykernel has no agent, so neither a cell nor %gpu can attach its session.
+        Only the guard can, so every policy except "manual" becomes "lazy".
         """
         if self.attach != "manual" and not runs_ipykernel(kernel_command(self.kernel_spec.argv)):
             return "lazy"
         return self.attach or None
 
     def _label(self, env: Mapping[str, str]) -> str:
-        """Return the label of this kernel for people: its notebook, or else its kernelspec."""
+        """Return the kernel's name for people: the name of its notebook or of its kernelspec."""
         return Path(env.get("JPY_SESSION_NAME", "")).name or str(self.kernel_spec.display_name)
 
     def _pool_config(self) -> dict[str, Any] | None:
@@ -417,5 +431,5 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         configured = str(section.get("socket", "") or "")
         if configured or os.environ.get(SOCKET_VARIABLE):
             return configured
-        # nbclient and consoles do not read the server's configuration files.
+        # nbclient and consoles have not read the server's configuration files, so read them here.
         return "" if section else load_settings().socket

@@ -31,8 +31,8 @@ from .errors import Code, GPUPoolError, RefusedError
 from .launcher import REMOTE_PROVISIONER, options_of
 from .provisioner import GPUPoolProvisioner, KernelNotStarted
 
-#: An order may take at most this many seconds. Between two polls of the kernel are at least this
-#: many seconds.
+#: An order may take at most PATIENCE seconds. Two polls of the kernel are at least BETWEEN seconds
+#: apart.
 PATIENCE, BETWEEN = 70.0, 0.3
 _T = TypeVar("_T")
 
@@ -82,7 +82,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
 
     @property
     def has_process(self) -> bool:
-        """Whether a kernel was started and has not ended, as far as its broker has reported."""
+        """Whether a kernel was started, and its broker has not yet reported the kernel's end."""
         return self._runs
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
@@ -177,7 +177,8 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
             await self._in_thread(self._send, {"do": "signal", "signal": int(signum)})
         except GPUPoolError as error:
             if self.parent.shutting_down and signum == signal.SIGINT:
-                # A shutdown begins with an interrupt, and must work without the kernel's machine.
+                # Jupyter begins a shutdown with an interrupt. The shutdown must succeed even if the
+                # kernel's machine does not answer.
                 self.log.warning(
                     "GPU pool: the kernel on %s was not interrupted: %s", self._node, error
                 )
@@ -201,8 +202,8 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         if restart or not self._node:
             return
         if await self.poll() is None:
-            # Do not forget the machine and the ports. Otherwise a restart would start a second
-            # kernel beside the present one.
+            # The kernel may still run, so keep its machine and its ports. Without them, a restart
+            # would start a second kernel beside this kernel.
             self.log.warning("GPU pool: the kernel on %s may still run", self._node)
             return
         try:
@@ -238,7 +239,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         return self._node
 
     async def look(self, kernels: Sequence[str]) -> Mapping[str, Any]:
-        """Return ``now``, ``sessions`` and ``gpus`` of ``kernels``, from this kernel's machine.
+        """Ask this kernel's machine about ``kernels``; return ``now``, ``sessions`` and ``gpus``.
 
         Raises
         ------
@@ -264,7 +265,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
 
     @staticmethod
     async def _in_thread(function: Callable[..., _T], *args: Any) -> _T:
-        """Call a function in a thread: it may block while another machine does not answer."""
+        """Call a function in a thread, because the call blocks until another machine answers."""
         return await in_own_thread(partial(function, *args), "gpupool-order")
 
     async def _check_ended(self) -> None:
@@ -278,7 +279,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
             ))  # fmt: skip
 
     async def _undo_start(self) -> None:
-        """Kill the kernel after a start whose answer was lost, because the kernel may run."""
+        """Kill the kernel after a start order without an answer, because the kernel may run."""
         self._runs, self._ends, self._code, self._asked = True, True, None, float("-inf")
         await self._end(signal.SIGKILL, restart=False)
         if await self.poll() is not None and not self._ports:
@@ -313,8 +314,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
     def _send(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send the kernel's machine an order; return its broker's answer."""
         socket = self._find_again(self._socket) if self._socket else self._find_broker()
-        # Only the owner of the socket can read the credential. This owner is the user of the
-        # brokers.
+        # The brokers run as the owner of the socket. Only this user can read the credential.
         identity = self._authenticator(socket.stat().st_uid)
         text = order_text(self._node, {**order, "kernel_id": self.kernel_id})
         # Do not repeat the order on another connection: each credential is valid only once.
@@ -335,7 +335,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         return found
 
     def _secrets(self) -> dict[str, str]:
-        """Return the keys of the kernel's connection. All its starts use the same keys."""
+        """Return the keys of the kernel's connection. A restarted kernel gets the same keys."""
         manager = self.parent
         if not zmq.has("curve") or not hasattr(manager, "curve_publickey"):
             raise RefusedError(

@@ -17,16 +17,16 @@ from typing import Sequence
 from .errors import GPUPoolError
 from .startrecord import StartRecord, read_private, write_private
 
-#: After this many failed starts in a row, a caller no longer waits for a broker: it gets an error.
+#: After this many failed starts in a row, callers get an error and no longer wait for a broker.
 ATTEMPTS = 3
 
-#: If ``MOST_DEATHS`` brokers in a row die within ``WINDOW`` seconds, each before it serves a
+#: If ``MOST_DEATHS`` brokers in a row die within ``WINDOW`` seconds, and none of them has served a
 #: kernel, callers get an error, and the next start must wait.
 MOST_DEATHS, WINDOW = 10, 600.0
 
-#: Seconds before the next start, by the number of brokers that died before they served a kernel.
-#: The longest pause is 5 s, because some other program may kill the brokers, and a kernel must not
-#: wait long after such a kill.
+#: The pause in seconds before the next start. The index is the number of recent brokers that died
+#: before they served a kernel. The longest pause is only 5 s: if another program kills the brokers,
+#: a kernel must not wait long for the next one.
 DEATH_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
 
 #: If there were at least this many starts in the last WINDOW seconds, messages to waiting kernels
@@ -36,7 +36,8 @@ MANY_STARTS = 3
 #: The file keeps the times of at most this many starts.
 _MOST_STARTS = 200
 
-#: Seconds from the last failure to the next attempt, by the number of failures.
+#: The seconds from the last failure to the next attempt. The index is the number of failures in a
+#: row.
 PAUSES = (0.0, 0.5, 2.0, 30.0, 60.0, 300.0)
 
 
@@ -52,11 +53,11 @@ class Failures:
     next_step: str = ""
     #: The code of the last failure.
     code: str = ""
-    #: When the broker was restarted, within :data:`WINDOW`.
+    #: The times of the broker's restarts in the last :data:`WINDOW` seconds.
     starts: tuple[float, ...] = ()
-    #: The times at which a process noticed the death of a useless broker
-    #: (:attr:`StartRecord.useless`), or of a broker that was killed while it started. When any
-    #: other broker dies, this list becomes empty.
+    #: The deaths of useless brokers (:attr:`StartRecord.useless`), and of brokers that were killed
+    #: while they started: the times at which a process noticed these deaths. If any other broker
+    #: dies, the list becomes empty.
     deaths: tuple[float, ...] = ()
     #: The pid of the broker whose death was counted last.
     counted: int = 0
@@ -73,16 +74,16 @@ class Failures:
 
     def pause(self, now: float) -> float:
         """Return for how many seconds failed starts still delay the next attempt."""
-        # A clock that was set back must not lengthen the pause.
+        # If the clock was set back, ``due`` is too far away. That must not lengthen the pause.
         return min(_pause(self.count), max(0.0, self.due - now))
 
     def delay(self, now: float) -> float:
-        """Return the seconds to wait before the next attempt."""
+        """Return the seconds to wait before the next attempt, after failed starts and deaths."""
         deaths = min(len(_recent(self.deaths, now)), len(DEATH_PAUSES) - 1)
         return max(self.pause(now), DEATH_PAUSES[deaths])
 
     def often(self, now: float) -> str:
-        """Return in words how often the broker was restarted lately; "" if seldom."""
+        """Return in words how often the broker was restarted lately; "" if only a few times."""
         starts = len(_recent(self.starts, now))
         if starts < MANY_STARTS:
             return ""
@@ -128,7 +129,8 @@ def note_failure(
     count = max(before.count + 1, ATTEMPTS if final else 0)
     due = time.time() + _pause(count)
     now = replace(before, count=count, due=due, message=message, next_step=next_step, code=code)
-    # On a full disk, callers do not see this failure, and wait for as long as a start may take.
+    # If the disk is full, this failure is not written. Other callers then wait for as long as a
+    # start may take.
     with contextlib.suppress(OSError):
         write_private(failures_path(socket), asdict(now))
     return now
@@ -172,10 +174,10 @@ def note_killed(socket: Path, before: Failures) -> None:
 
 
 def too_often(before: Failures) -> bool:
-    """Return whether every recent broker died before it served a kernel.
+    """Return whether MOST_DEATHS recent brokers died before they served a kernel.
 
-    Once callers get the error about these deaths, the answer is False, so that one more broker may
-    start after the pause that follows the error.
+    While callers get the error about these deaths, the answer is False. After the pause that
+    follows the error, one more broker may then start.
     """
     return not before.given_up and len(_recent(before.deaths, time.time())) >= MOST_DEATHS
 

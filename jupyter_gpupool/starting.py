@@ -36,8 +36,8 @@ from .errors import BrokerUnavailable, Code, GPUPoolError
 from .startfailures import Failures
 from .startrecord import log_path
 
-#: A caller may not want to wait while another process starts a broker. Such a caller tries to get
-#: the lock for this many seconds.
+#: A caller that is not ``patient`` does not wait until another process has started the broker. It
+#: tries to get the lock for only this many seconds.
 _LOOKS = 1.0
 
 #: The service manager must restart the machine's broker within this many seconds.
@@ -59,14 +59,14 @@ def ensure_broker(
 
     The provisioner calls this function before each kernel; the demo calls it, too. The function
     blocks while a broker starts. If several callers, in any processes, need a broker at once, one
-    of them starts it and the others wait. If a broker has died, this function restarts it with its
-    own configuration, because kernels may depend on that broker.
+    of them starts it and the others wait. If a broker has died, this function restarts it with the
+    dead broker's configuration, because kernels may depend on that broker.
 
     Parameters
     ----------
     settings_overrides:
-        The caller's own configuration. Only a new broker gets the section ``GPUPool`` of it; a
-        running or restarted broker keeps its own configuration.
+        The caller's configuration. A new broker gets its section ``GPUPool``. A running or
+        restarted broker keeps its own configuration.
     socket:
         The configured socket, see :func:`jupyter_gpupool.endpoint.find_socket`.
     timeout:
@@ -167,10 +167,10 @@ def _revived(path: Path, give_up: float) -> bool:
     try:
         return revive_locked(path, give_up)
     except BrokerUnavailable as error:
-        # The broker's own options may no longer work, so the caller tries its own configuration.
-        # This is safe: a broker that cannot reach the kernels' devices, or whose journal lacks the
-        # kernels' sessions, does not start. If the disk is full, another configuration does not
-        # help.
+        # Perhaps the broker's own options no longer work. So return False: the caller then tries
+        # its own configuration. This is safe, because a broker does not start if it cannot reach
+        # the kernels' devices, or if its journal lacks the kernels' sessions. If the disk is full,
+        # another configuration does not help.
         if error.details.get("cause") == Code.NO_SPACE:
             raise
         _LOG.warning("GPU pool: %s This server tries again with its own configuration.", error)
@@ -197,8 +197,8 @@ def _section(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     found = {} if overrides is None else dict(overrides.get("GPUPool", {}))
     values: dict[str, Any] = {}
     for name, value in found.items():
-        # When code reads a missing option of a traitlets Config, the Config stores an empty object
-        # of this type. Such an object is not a value, so leave it out. Leave out functions, too:
+        # If code reads an option that a traitlets Config does not have, the Config stores an empty
+        # LazyConfigValue for it. This is not a value, so leave it out. Leave out functions, too:
         # they come from a configuration file, and the broker reads this file itself.
         if type(value).__name__ != "LazyConfigValue" and not callable(value):
             values[name] = value
@@ -252,10 +252,11 @@ def revive(
 ) -> bool:
     """Restart the broker at ``path`` if it has died; return whether a broker serves there now.
 
-    It blocks while the broker starts. If several callers, in any processes, want to restart it, one
-    of them does. The others wait, or, if they are not ``patient``, return after :data:`_LOOKS`
-    seconds. The function does not start the machine's broker or a broker that ended normally.
-    ``copy`` names a second copy of the record, in case the socket's folder was deleted.
+    The function blocks while the broker starts. If several callers, in any processes, want to
+    restart the broker, one of them restarts it. Of the others, a ``patient`` caller waits, and any
+    other caller gets False after :data:`_LOOKS` seconds. The function never starts the machine's
+    broker or a broker that ended normally. ``copy`` is the path of the record's second copy. The
+    function uses this copy if the socket's folder was deleted.
 
     Raises
     ------
@@ -268,7 +269,8 @@ def revive(
         make_folder(path.parent)
     give_up = time.monotonic() + timeout
     try:
-        # Try more than once: a process that only checks the lock also locks it, for an instant.
+        # Try to get the lock more than once: a process that only checks the lock also holds it for
+        # a moment.
         with only_one(path, give_up if patient else time.monotonic() + _LOOKS):
             return answers(path) or revive_locked(path, give_up, copy)
     except _Busy:
@@ -278,8 +280,9 @@ def revive(
 def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
     """Start the broker at ``path`` from its record; return False if there is no record.
 
-    The caller holds the start's lock. The function retries up to :data:`startfailures.ATTEMPTS`
-    times with back-off, and restores a deleted record from its ``copy`` (see :func:`revive`).
+    The caller holds the lock for starts. The function makes at most :data:`startfailures.ATTEMPTS`
+    attempts, with growing pauses. If the record was deleted, the function restores it from its
+    ``copy`` (see :func:`revive`).
 
     Raises
     ------
@@ -314,7 +317,8 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
             if error.code == Code.ALREADY_RUNNING:
                 return False  # the broker lives but does not answer: a second broker would not help
             if error.code == Code.KILLED and time.monotonic() < give_up:
-                # Another process killed the broker. This counts as a death, not as a failed start.
+                # Another process killed the broker. Count this as a death, and not as a failed
+                # start.
                 startfailures.note_killed(path, known)
                 continue
             failed = _failed(path, known, error.message, error.next_step, code=error.code)
@@ -334,7 +338,7 @@ def _failed(
     code: str = "",
     final: bool = False,
 ) -> BrokerUnavailable:
-    """Record a failure, so that all waiting callers get it, and return the error."""
+    """Write a failure where all waiting callers read it; return the error for it."""
     log = f"See its log: {log_path(path)}"
     step = next_step if log in next_step else f"{next_step} {log}".strip()
     return _unavailable(
@@ -357,12 +361,12 @@ class _Busy(BrokerUnavailable):
 
 @contextmanager
 def only_one(socket: Path, give_up: float) -> Iterator[None]:
-    """Hold the lock, across processes, for starts of the broker at ``socket``.
+    """Hold the lock for starts of the broker at ``socket``: only one process can hold it.
 
     Raises
     ------
     BrokerUnavailable
-        If another process does not finish by ``give_up`` (monotonic time).
+        If another process still holds the lock at ``give_up`` (monotonic time).
     """
     path = startrecord.lock_path(socket)
     try:

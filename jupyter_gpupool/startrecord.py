@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The start record: how a broker was started, so that another process can restart it.
 
-A broker writes its record when it serves and removes it when it ends normally, so a record without
-a broker means that the broker has died. Standard library only, because kernels also use this
-module.
+A broker writes its record when it begins to serve, and removes the record when it ends normally. So
+if a record exists but its broker does not, the broker has died. Standard library only, because
+kernels also use this module.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from . import local_machine
 from .endpoint import is_machine_path, journal_name, listening_at
 from .errors import Code, GPUPoolError
 
-#: In a kernel's environment: the shell command that restarts the user's own broker.
+#: This environment variable of a kernel has the shell command that restarts the user's own broker.
 REVIVE_VARIABLE = "GPUPOOL_REVIVE"
 
-#: In a kernel's environment: the copy of the record from which its broker can be restarted.
+#: This environment variable of a kernel has the path of the second copy of its broker's record.
 COPY_VARIABLE = "GPUPOOL_START_RECORD"
 
 #: The size limit of a record in bytes. A record has a command, some tens of variables, and files.
 _MOST_BYTES = 256 << 10
 
-#: The size limit, in bytes, of all configuration files in a record. Files beyond it are left out.
+#: All configuration files in a record together have at most this many bytes. A file that would
+#: exceed the limit is left out.
 _MOST_FILE = 64 << 10
 
 #: Variables that a broker or its libraries use: the next broker must see the same values. A name
@@ -48,8 +49,8 @@ _KEPT = (
 #: A variable with one of these words in its name is never written to a file.
 _SECRET = ("TOKEN", "PASSWORD", "SECRET", "JWT", "COOKIE", "CREDENTIAL", "_KEY")
 
-#: Variables of a kernel's session. A kernel may start the broker, but these variables are not for
-#: the broker.
+#: Variables of a kernel's session. If a kernel starts the broker, the broker must not get these
+#: variables.
 SESSION_VARIABLES = (
     "GPUPOOL_SESSION", "GPUPOOL_TOKEN", "GPUPOOL_PAGE", "GPUPOOL_VISIBLE",
     "GPUPOOL_REAL_LIBCUDA", "GPUPOOL_ATTACH", REVIVE_VARIABLE, COPY_VARIABLE,
@@ -68,10 +69,11 @@ class StartRecord:
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    #: The boot in which the broker was started: no session survives a reboot.
+    #: The id of the boot in which the broker was started. No session survives a reboot, so a record
+    #: of an earlier boot does not count.
     boot: str
     pid: int
-    #: The PID namespace of ``pid``: a container has other pids than the machine.
+    #: The PID namespace to which ``pid`` belongs: a container has its own pids.
     namespace: str = ""
     #: The file with the broker's sessions.
     journal: str = ""
@@ -81,15 +83,17 @@ class StartRecord:
     crashed: str = ""
     #: The path at which the broker listens.
     socket: str = ""
-    #: The files that ``command`` names and that are beside the socket: their contents by name. A
-    #: clean-up that deletes the socket's folder deletes these files, too.
+    #: Maps each file in the socket's folder that ``command`` names to the file's contents. A
+    #: clean-up that deletes the folder deletes these files, too, so the record keeps their
+    #: contents.
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def useless(self) -> bool:
         """Whether the dead broker crashed, or died before it served a kernel.
 
-        False if it was killed while it served. In that case the next broker can serve, too.
+        False if the broker had served a kernel and was then killed. The next broker can then serve,
+        too.
         """
         return bool(self.crashed) or not self.served
 
@@ -108,7 +112,7 @@ def log_path(socket: Path) -> Path:
 
 
 def lock_path(socket: Path) -> Path:
-    """Return the file whose lock is held during a start of the broker at ``socket``."""
+    """Return the lock file for starts of the broker at ``socket``."""
     return socket.with_name(socket.name + ".start")
 
 
@@ -128,7 +132,7 @@ def worth_keeping(environ: Mapping[str, str]) -> dict[str, str]:
 def write_record(
     socket: Path, command: Sequence[str], environ: Mapping[str, str], journal: str = ""
 ) -> StartRecord:
-    """Write how to restart this process, the broker at ``socket``; return the record.
+    """Write the record of this process, which is the broker at ``socket``; return the record.
 
     Raises
     ------
@@ -203,7 +207,7 @@ def read_record_file(path: Path) -> StartRecord | None:
 def can_revive(socket: Path) -> bool:
     """Return whether the broker at ``socket`` has a record, and so may have died.
 
-    Cheap: it looks for the file and does not read it.
+    This is cheap: the function checks that the record's file exists, and does not read it.
     """
     return not is_machine_path(socket) and record_path(socket).exists()
 
@@ -225,10 +229,11 @@ def being_started(socket: Path) -> bool:
 
 
 # ---------------------------------------------------------------------- the second copy
-# A logout or a clean-up can delete the folder of the socket. If no broker lives, no process makes
-# the folder again. The journal is in another folder, which also has a copy of the record. Kernels
-# have the path of this copy, and the server and the commands of the same user find the copy. One
-# copy beside the journal is enough: without the journal, a new broker would lose all sessions.
+# A logout or a clean-up can delete the socket's folder, and with it the record. If no broker lives,
+# no process makes the folder again. So a second copy of the record is in the journal's folder.
+# Kernels have the path of this copy in COPY_VARIABLE. The server and the commands of the same user
+# look for it in the usual folders. A third copy would not help: without the journal, a new broker
+# would lose all sessions.
 
 
 def copy_path(journal: Path) -> Path:
@@ -257,7 +262,8 @@ def remove_copy(journal: str) -> None:
 def can_restore(socket: Path, copy: str = "") -> bool:
     """Return whether :func:`restore` may find a copy, and the socket's folder can be created.
 
-    Cheap: it looks for a few files. ``copy`` names a copy that the caller knows.
+    This is cheap: the function only checks whether a few files exist. ``copy`` is the path of a
+    copy that the caller knows.
     """
     if is_machine_path(socket) or not any(path.exists() for path in _places(socket, copy)):
         return False
@@ -266,10 +272,11 @@ def can_restore(socket: Path, copy: str = "") -> bool:
 
 
 def restore(socket: Path, copy: str = "") -> bool:
-    """Restore the record of the broker at ``socket`` if it was deleted; return whether it is back.
+    """Restore a deleted record of the broker at ``socket``; return whether this was done.
 
-    The caller holds the start's lock. Owner and mode of the copy decide whether it can be trusted,
-    as for the record itself. If the broker lives, it restores deleted files itself.
+    The caller holds the lock for starts. The function trusts a copy only if its owner and mode are
+    safe, as for the record itself. If the broker lives, the function does nothing: the broker
+    restores its deleted files itself.
     """
     if is_machine_path(socket) or record_path(socket).exists():
         return False
@@ -326,9 +333,9 @@ def _put_back(path: Path, content: str) -> None:
 def launcher(socket: Path, copy: str = "") -> str:
     """Return the shell command with which a kernel restarts the broker at ``socket``.
 
-    ``copy`` is the second copy of the record, see :func:`copy_path`. A kernel may have neither this
-    package nor this Python, so the command names both. The command returns at once, and the broker
-    does not become a child of the kernel.
+    ``copy`` is the second copy of the record, see :func:`copy_path`. The kernel's own environment
+    may have neither this package nor this Python, so the command has the paths of both. The command
+    returns at once, and the broker does not become a child of the kernel.
     """
     package = Path(__file__).resolve().parent.parent
     words = [sys.executable, "-m", "jupyter_gpupool.starting", str(socket), *filter(None, [copy])]

@@ -6,20 +6,20 @@ from __future__ import annotations
 
 from typing import Any, Literal, Mapping, get_args
 
-#: ``attaching`` and ``detaching`` are states and not flags because a driver call cannot be
-#: cancelled. The table of transitions is in ``pool/transitions.py``.
+#: A driver call cannot be cancelled, so ``attaching`` and ``detaching`` are states of their own.
+#: The table of transitions is in ``pool/transitions.py``.
 State = Literal["detached", "queued", "attaching", "active", "idle", "detaching", "ended"]
 
 #: The states of a session that has not ended.
 LIVING: tuple[State, ...] = tuple(state for state in get_args(State) if state != "ended")
 
-#: The session has a device or a part of one: its slices count as granted.
+#: In these states, the session has slices, and the pool counts these slices as granted.
 HAS_LEASE: frozenset[State] = frozenset({"attaching", "active", "idle", "detaching"})
 
 #: The session may use its slice now.
 ATTACHED: frozenset[State] = frozenset({"active", "idle"})
 
-#: The session has asked for a slice that it may not use yet.
+#: In these states, the session has asked for a slice, but may not use one yet.
 WAITING: frozenset[State] = frozenset({"queued", "attaching"})
 
 #: A driver call may be under way for the session.
@@ -41,7 +41,10 @@ _WORDS: Mapping[str, str] = {
 
 
 def in_words(session: Mapping[str, Any]) -> str:
-    """Return the state of a session of ``status`` as text. All lists for people use this text."""
+    """Return the state of a session as text; all lists for people use this text.
+
+    ``session`` is an entry of the broker's ``status``.
+    """
     state = str(session.get("state", ""))
     if state == "detached" and session.get("suspended_bytes"):
         return "in host memory"

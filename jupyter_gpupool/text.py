@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import Iterable
 
-#: Least similarity (:mod:`difflib`'s ratio) at which a known name is suggested.
+#: A known name is suggested only if its similarity (:mod:`difflib`'s ratio) is at least this.
 LIKENESS = 0.5
 
 
 def nearest(wrong: str, known: Iterable[str], *, likeness: float = LIKENESS) -> str:
     """Return the known name that is most similar to ``wrong``; "" if none is similar."""
-    # This import is here because it would slow down each kernel's start.
+    # At the top of the module, this import would slow down each kernel's start.
     from difflib import get_close_matches
 
     found = get_close_matches(wrong, list(known), n=1, cutoff=likeness)
@@ -29,8 +29,8 @@ def did_you_mean(
 ) -> str:
     """Return ``"Did you mean 'right'?"``, or "" if no known name is similar to ``wrong``.
 
-    ``shown`` is the form of the name in the question, such as ``"%gpu {}"``. The sentence ``then``
-    comes after the question, and also if there is no question.
+    ``shown`` is the format of the name in the question, such as ``"%gpu {}"``. The sentence
+    ``then`` follows the question. If no name is similar, ``then`` is the whole result.
     """
     right = nearest(wrong, known, likeness=likeness)
     question = f"Did you mean {shown.format(right)}?" if right else ""

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Draw a pool's history from the rows of the broker's journal: as text and as SVG.
 
-A lane shows ``state`` rows of the journal. The broker commits these rows before it acts, so a lane
-may differ from what a notebook saw.
+A lane is the line of one session; it shows the session's ``state`` rows in the journal. The broker
+writes these rows before it acts, so a lane may show a state that the notebook saw later or not at
+all.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def lanes(rows: Iterable[JournalRow], end: float) -> list[Lane]:
 
 
 def draw_text(lanes: Sequence[Lane], devices: Sequence[str], width: int = 72) -> str:
-    """Return the lanes as lines of text, ``width`` characters for the whole time.
+    """Return the lanes as lines of text. The whole time has a width of ``width`` characters.
 
     ``devices`` are UUIDs in the order of their indices.
     """
@@ -177,7 +178,10 @@ def draw_svg(lanes: Sequence[Lane], devices: Sequence[str], names: Sequence[str]
 def describe(
     rows: Iterable[JournalRow], labels: Mapping[str, str], devices: Sequence[str]
 ) -> list[str]:
-    """Return one sentence for each attach, suspend and resume, in order, with bytes and seconds."""
+    """Return one line for each attach, resume, move and suspend, in the order of ``rows``.
+
+    Most lines have the bytes or the seconds of the change.
+    """
     first: float | None = None
     why: dict[str, str] = {}
     lines = []

@@ -18,8 +18,8 @@ _PRINTED = ("B", "KiB", "MiB", "GiB", "TiB")
 _SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*$")
 
-#: No GPU work fits in less memory. So if a user gives a smaller number without a unit, the user
-#: meant another unit than bytes.
+#: All GPU work needs more memory than this. If a user asks for less, the user has probably meant
+#: another unit than bytes.
 LEAST_BYTES = 1 << 20
 
 
@@ -55,8 +55,9 @@ def parse_bytes(text: str | int) -> int:
 def format_bytes(value: int, *, rounding: Literal["near", "up", "down"] = "near") -> str:
     """Return ``value`` bytes with a binary unit and at most one decimal: ``"5.5 GiB"``.
 
-    Round a required size ``up`` and a free size ``down``, so that a message never shows the same
-    text for both. JupyterLab rounds as "near" (``labextension/src/__tests__/sizes.json``).
+    If a message says that a required size is larger than a free size, round the required size
+    ``up`` and the free size ``down``: the two texts then differ. JupyterLab rounds as "near"
+    (``labextension/src/__tests__/sizes.json``).
     """
     power = 0
     while True:
@@ -72,7 +73,10 @@ def format_bytes(value: int, *, rounding: Literal["near", "up", "down"] = "near"
 
 
 def guaranteed_bytes(session: Mapping[str, Any]) -> int:
-    """Return how many bytes of a session's slices are guaranteed, from the session's status."""
+    """Return how many bytes of all slices of a session are guaranteed.
+
+    ``session`` is an entry of the broker's ``status``.
+    """
     memory = (session.get("request") or {}).get("memory")
     granted = [piece["granted_bytes"] for piece in session.get("slices") or ()]
     if not isinstance(memory, int) or not granted:
@@ -94,7 +98,10 @@ def format_grant(granted: int, guaranteed: int) -> str:
 
 
 def typed_bytes(value: int) -> str:
-    """Return whole GiB or MiB as people type them: ``"12GiB"``. A part of a MiB is dropped."""
+    """Return ``value`` bytes as people type them, in whole GiB or MiB: ``"12GiB"``.
+
+    The result is rounded down to whole MiB.
+    """
     mib = value >> 20
     return f"{mib}MiB" if mib % 1024 else f"{mib >> 10}GiB"
 
@@ -117,8 +124,8 @@ def parse_seconds(text: str | float) -> float:
     return value
 
 
-#: An expected wait is a range, such as 20 to 60 s. Up to one day, its ends are two of these numbers
-#: of seconds, because a more exact estimate is not possible.
+#: People see an expected wait as a range, such as 20 to 60 s. Both ends of the range are in this
+#: list of seconds, or are whole days. A more exact estimate is not possible.
 _STEPS = (
     *(0, 5, 10, 15, 20, 30, 40, 60, 90, 120, 180, 300, 600, 900, 1200, 1800, 2700, 3600),
     *(5400, 7200, 10800, 18000, 28800, 43200, 86400),
@@ -129,8 +136,8 @@ _DAY = 86400
 def format_range(least: float, most: float) -> str:
     """Return two durations as text: ``"20 to 60 s"``, ``"up to 5 min"``.
 
-    The shorter one is rounded down and the longer one up. JupyterLab prints the same text
-    (``labextension/src/__tests__/waits.json``).
+    The shorter duration is rounded down, and the longer duration is rounded up. JupyterLab prints
+    the same text (``labextension/src/__tests__/waits.json``).
     """
     low, high = range_ends(least, most)
     text, other = _step(high), _step(low)
@@ -163,8 +170,8 @@ def format_clock(seconds: float) -> str:
 def format_waited(seconds: float) -> str:
     """Return how long a wait has lasted; "" in its first second.
 
-    The steps are one second at first, then ten seconds, then one minute, so that the text does not
-    change every second.
+    The text changes every second in the first ten seconds, then every ten seconds, and after one
+    minute only every minute.
     """
     step = 1 if seconds < 10 else 10 if seconds < 60 else 60
     waited = seconds // step * step
@@ -172,12 +179,11 @@ def format_waited(seconds: float) -> str:
 
 
 def format_wait(waited: float, left: tuple[float, float] | None = None) -> str:
-    """Return what people read about the time of a wait.
+    """Return the text that people read about how long a wait will last.
 
-    ``left`` is the shortest and the longest time that the wait will probably last: ``"20 to 60 s
-    left"``. It is None if there is no estimate: ``"waiting for 40 s, no estimate yet"``, or
-    ``"no estimate yet"`` in the first second. The text always mentions the time, so that people
-    need not guess.
+    ``left`` is the shortest and the longest time that the wait will probably still last. The text
+    is then ``"20 to 60 s left"``. If no estimate is possible, ``left`` is None, and the text is
+    ``"waiting for 40 s, no estimate yet"``, or ``"no estimate yet"`` in the first second.
     """
     if left is not None and left[1] > 0:
         return f"{format_range(*left)} left"
@@ -186,7 +192,7 @@ def format_wait(waited: float, left: tuple[float, float] | None = None) -> str:
 
 
 def wait_of(session: Mapping[str, Any], now: float) -> str:
-    """Return :func:`format_wait` of a session in the broker's status at ``now``."""
+    """Return the text of :func:`format_wait` for a session in the broker's status at ``now``."""
     expected, since = session.get("expected"), session.get("queued_at")
     left = None
     if expected is not None:
@@ -195,7 +201,7 @@ def wait_of(session: Mapping[str, Any], now: float) -> str:
 
 
 def idle_of(session: Mapping[str, Any], now: float) -> float | None:
-    """Return the seconds for which ``session`` has been idle; None if not idle, or if unknown."""
+    """Return how many seconds ``session`` has been idle; None if it is not idle, or if unknown."""
     since = session.get("idle_since")
     return None if since is None else max(0.0, now - since)
 

@@ -20,8 +20,8 @@ from . import longruns
 with contextlib.suppress(ImportError):  # the environment of `make gpu` has no Hypothesis
     from hypothesis import HealthCheck, settings
 
-    # Another process on the machine can make an example slow, but not wrong. Hypothesis's
-    # deadline of 200 ms and its check for slow draws would let such tests fail.
+    # Other processes on the machine can make an example slow. A slow example is no error, so
+    # switch off Hypothesis's deadline of 200 ms and its check for slow draws.
     settings.register_profile(
         "no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -29,8 +29,8 @@ with contextlib.suppress(ImportError):  # the environment of `make gpu` has no H
 
 HERE = Path(__file__).parent
 
-#: Processes that search this folder first import third-party packages faster. Its README.md says
-#: how.
+#: A process that searches this folder first imports third-party packages faster. The folder's
+#: README.md explains how.
 LIGHT = HERE / "light"
 
 #: Seconds that each file takes while other workers run. Only the order of the values matters: the
@@ -133,8 +133,8 @@ QUICK = {
     "server/test_metrics", "server/test_views", "server/test_watch",
 }  # fmt: skip
 
-#: The key under which pytest's configuration keeps the names of the collected tests marked
-#: ``long``. They are named as in docs/long-tests.md.
+#: With this key, pytest's configuration keeps the names of the collected tests that have the mark
+#: ``long``. The names have the form of the names in docs/long-tests.md.
 LONG = pytest.StashKey[set[str]]()
 
 
@@ -147,9 +147,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make sure that tests can interrupt their child processes.
 
-    A shell starts a background process with SIGINT ignored. If pytest is such a process, its
-    children inherit the setting, and Python does not change it. If pytest has a handler for SIGINT,
-    an exec in a child resets SIGINT to the default.
+    A shell starts a background process with SIGINT ignored, and all children of the process inherit
+    this setting. So if SIGINT is ignored, install a handler: with a handler in pytest, Linux resets
+    SIGINT to the default when a child executes a program.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -158,16 +158,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # If pytest cannot write bytecode, it rewrites the assertions of each module in each run.
     sys.dont_write_bytecode = False
-    # The tests' child processes search LIGHT before other folders. This process has already
-    # started, so it does not search LIGHT. The code below hides rfc3987_syntax from it, as LIGHT
-    # does.
+    # With PYTHONPATH, the child processes of the tests search LIGHT first. This process does not,
+    # because it has already started. So code below hides rfc3987_syntax from this process. LIGHT
+    # hides it from the children.
     paths = [str(LIGHT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    # Each garbage collection visits the objects of all tests. By default, the collections take a
-    # tenth of the time of tests that start no process. With fewer collections, a leak may show only
-    # in a later test.
+    # Each garbage collection visits the objects of all tests. With Python's default thresholds, the
+    # collections take a tenth of the time of tests that start no process. The price of fewer
+    # collections: a leak may show only in a later test.
     gc.set_threshold(50_000, 20, 100)
-    # In each process, numpy's library starts a thread per core, which spins for a while.
+    # Without this variable, numpy's OpenBLAS starts a thread per core in each process. Each thread
+    # spins for a while.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.modules.setdefault("rfc3987_syntax", None)
     # All workers of a run share the processes that fork brokers and kernels (broker/forks.py).
@@ -201,8 +202,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_teststatus(report) -> tuple[str, str, str] | None:
-    """Name a failed test in the progress line, because its report comes minutes later, after all
-    tests.
+    """Name a failed test in the progress line.
+
+    The report of the test comes only after all tests, perhaps minutes later.
     """
     if not report.failed:
         return None
@@ -226,9 +228,9 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 
 @pytest.fixture
 def quick_compiler(tmp_path_factory) -> str:
-    """Return a C compiler that writes an empty library at once.
+    """Return the path of a fake C compiler that writes an empty library at once.
 
-    Tests use it to check when the product compiles a library.
+    Tests use this compiler to check when the product compiles a library.
     """
     path = tmp_path_factory.mktemp("compiler") / "cc"
     path.write_text(

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The tests' interface to the emulated driver: everything that they use of ``emucuda``.
+"""The names of ``emucuda``, the emulated driver, that other tests use.
 
-Only ``tests/emulator``, the tests of that package, imports it directly.
+Only the tests of ``emucuda`` itself, in ``tests/emulator``, import the package directly.
 """
 
 from emucuda import (

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The table in ``docs/long-tests.md``: what each long test shows, its seconds and its last run.
 
-``make test-long`` (``pytest --note-long``) writes the last two columns of the tests that it ran.
-People write the first two columns. ``test_longruns.py`` compares the table with the tests.
+``make test-long`` (``pytest --note-long``) runs long tests and writes the last two columns of their
+rows. People write the first two columns. ``test_longruns.py`` compares the table with the tests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def name_of(nodeid: str) -> str:
 
 
 def split() -> tuple[str, dict[str, Row]]:
-    """Return the page's text before its table, and a dict of the table's rows by test name."""
+    """Return the page's text above the table, and a dict from each test's name to its row."""
     before, head, rest = PAGE.read_text().partition(HEAD)
     assert head, f"{PAGE} has no table"
     rows = {}
@@ -49,7 +49,7 @@ def split() -> tuple[str, dict[str, Row]]:
 
 
 def note(outcomes: dict[str, tuple[float, bool]]) -> None:
-    """Write into the table the seconds and the result of the tests that ran."""
+    """Write the seconds and the result of each test that ran into the table."""
     before, rows = split()
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()

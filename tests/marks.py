@@ -18,7 +18,7 @@ import psutil
 #: processes by the variable.
 MARK = "GPUPOOL_E2E_MARK"
 
-#: Deadline for the end of processes that end without a signal, such as a broker without sessions.
+#: Seconds within which processes must end by themselves, such as a broker without sessions.
 PATIENCE = 60.0
 
 
@@ -47,12 +47,12 @@ def command_of(process: psutil.Process) -> str:
 
 @contextmanager
 def short_folder() -> Iterator[Path]:
-    """Yield a folder for sockets and state, and mark this process and its children with the folder.
+    """Yield a folder for sockets and state; remove it when the test's processes have ended.
 
-    The mark is ``MARK=folder`` in the environment. This function waits until all marked processes
-    have ended, and then removes the folder. It must wait because a broker writes its state until it
-    ends, and because no other code waits for a broker that ends without a signal. A process that
-    does not end is a failure.
+    This process and its children get the mark ``MARK=folder`` in their environment. At the end,
+    this function waits until all marked processes have ended, because a broker writes into the
+    folder until it ends. No other code waits for a broker that ends by itself. If a process does
+    not end in time, this function fails.
     """
     folder = Path(tempfile.mkdtemp(prefix="gp"))  # a socket needs a short path
     before = os.environ.get(MARK)

@@ -6,8 +6,8 @@ import subprocess
 from functools import lru_cache
 from pathlib import Path
 
-#: The words that start a command in its own namespace of process ids. The command ends when the
-#: process that started it ends.
+#: These words before a command start it in its own PID namespace. If ``unshare`` ends, Linux kills
+#: the command.
 OWN_NUMBERS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -24,6 +24,6 @@ def refusal():
 
 
 def child(pid):
-    """Return the id of the only child of a process, in this process's namespace."""
+    """Return the process id of the only child of ``pid``, as this namespace numbers processes."""
     (number,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(number)

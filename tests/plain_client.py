@@ -19,11 +19,11 @@ SHIPPED = "gpupool-python3"
 
 
 class PlainKernel:
-    """A kernel that starts as in VS Code, with its kernelspec's argv and env and a connection file.
+    """A kernel that starts as in VS Code: by the argv and env of its kernelspec.
 
-    With ``vscode``, an ipykernel's argv changes as VS Code changes it: ``-f {connection_file}``
-    becomes ``--f=FILE`` at the end. Other kernels get the name of the file in place of the
-    placeholder.
+    The name of the connection file replaces the placeholder in the argv. With ``vscode``, the argv
+    changes as VS Code changes the argv of an ipykernel: the words ``-f {connection_file}`` are
+    removed, and ``--f=FILE`` comes to the end.
     """
 
     def __init__(self, name: str, folder: Path, *, vscode: bool = False, **env: str) -> None:
@@ -63,8 +63,8 @@ class PlainKernel:
         if self.client is None:
             self.client = BlockingKernelClient(connection_file=str(self.file))
             self.client.load_connection_file()
-            # The client's heartbeat declares a kernel dead after a second without an answer. On a
-            # busy machine, a living kernel may be that slow.
+            # No heartbeat: it declares a kernel dead after a second without an answer. On a busy
+            # machine, a living kernel may take longer to answer.
             self.client.start_channels(hb=False)
             self.client.wait_for_ready(timeout=60)
         text: list[str] = []
@@ -82,7 +82,10 @@ class PlainKernel:
         return "".join(text)
 
     def printed(self, request: str) -> str:
-        """Return what the cell of a request has printed since the last call."""
+        """Return what a cell has printed since the last call.
+
+        ``request`` is the id of the execute request of the cell.
+        """
         text = ""
         while self.client.iopub_channel.msg_ready():
             message = self.client.get_iopub_msg(timeout=1)

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Finds the labels in the answer to a Prometheus query, for the tests of the dashboards.
+"""Finds which labels the answer to a Prometheus query has, for the tests of the dashboards.
 
-A panel that uses any other label would be empty. This module reads the part of PromQL that our
-dashboards use. It fails if a query names a metric or a label that nothing exports.
+A dashboard panel stays empty if it uses a label that the answer does not have. This module reads
+the part of PromQL that our dashboards use. It fails if a query names a metric or a label that
+nothing exports.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _TOKENS = re.compile(
 
 
 def exported(registry):
-    """Return a dict: the name of each sample that a registry can have -> the sample's labels."""
+    """Return the labels of all samples of a registry, as a dict: name of the sample -> labels."""
     found = {}
     for family in registry.collect():
         ends = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}
@@ -74,7 +75,7 @@ class _Parser:
         return found
 
     def sum(self):
-        """Read operands and the operators between them; return the labels, or None for a number."""
+        """Read a sum or product; return the labels of its result, or None if this is a number."""
         left = self.operand()
         while self.peek() in ("*", "/", "+", "-"):
             self.take()
@@ -150,7 +151,7 @@ class _Parser:
 
 
 def check(board, known):
-    """Check each query of a dashboard; a legend may use only labels of its query's answer.
+    """Check each query of a dashboard, and that its legend uses only labels of the answer.
 
     Returns
     -------

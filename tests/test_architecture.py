@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The rule for dependencies, checked in the source: a part imports only the parts in its row."""
+"""Checks, in the source, that each part imports only the parts that its row in ALLOWED names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ LEAVES = ("cgroups", "deadlines", "errors", "procfs", "states", "text", "units")
 #: part -> the parts that it may import. Each part may also import itself, the leaves and the
 #: standard library.
 ALLOWED: dict[str, str] = {
-    # ``__init__`` imports ``programs`` only in a function. See the test of the package's import.
+    # ``__init__`` imports ``programs`` inside a function, so the import of the package does not
+    # load ``programs``. A test below checks this.
     "__init__": "programs",
     "local_machine": "",
     "endpoint": "local_machine",
@@ -46,8 +47,8 @@ ALLOWED: dict[str, str] = {
     "provisioner": "__init__ client config endpoint guard kernelspecs "
     "launcher protocol starting startrecord",
     "remote_provisioner": "client cluster launcher provisioner",
-    # The server needs ``emulation`` to find out, without a broker, whether the machine has a real
-    # or an emulated driver.
+    # While no broker runs, the server learns from ``emulation`` whether the machine has a real or
+    # an emulated driver.
     "server": "__init__ client config durations emulation endpoint protocol starting startrecord",
     "kernelspecs": "launcher",
     "programs": "client guard kernel launcher local_machine startrecord",
@@ -94,7 +95,10 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(path: Path):
-    """Yield two names for each import: its top-level module; its name in our package, or ""."""
+    """Yield two names for each import: the top-level package, and the name of a module of ours.
+
+    The second name is "" if the import is not from our package.
+    """
     here = path.relative_to(PACKAGE.parent).with_suffix("").parts
     for node in ast.walk(parsed(path)):
         names: list[str] = []
@@ -123,7 +127,7 @@ def test_module_imports_only_what_its_part_may_import(path):
         if top == PACKAGE.name:
             target = inner.split(".")[0] if inner else "__init__"
             if not (PACKAGE / target).exists() and not (PACKAGE / f"{target}.py").exists():
-                # The name is defined in the package itself, such as __version__.
+                # ``inner`` is a name that the package itself defines, for example __version__.
                 target = "__init__"
             allowed = [*LEAVES, *ALLOWED.get(part, "").split()]
             assert (
@@ -153,9 +157,9 @@ def test_tests_of_the_emulated_driver_do_not_import_the_product():
 
 
 def test_only_two_modules_import_the_emulated_driver():
-    """One module belongs to the product, and one to the tests.
+    """One of the two is a module of the product, the other is a module of the tests.
 
-    The emulated driver's own tests use neither module.
+    The tests in ``tests/emulator`` are an exception: they test the emulated driver itself.
     """
     users = {
         str(path.relative_to(ROOT))
@@ -178,7 +182,7 @@ def names(path: Path):
 
 
 def test_only_the_devices_package_chooses_the_gpu_vendor():
-    """For a new vendor, only one more folder and a choice in ``devices/__init__.py`` are needed."""
+    """A new vendor needs only a folder in ``devices`` and a choice in ``devices/__init__.py``."""
     devices = PACKAGE / "devices"
     public = {node.value for node in ast.walk(ast.parse((devices / "__init__.py").read_text()))
               if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
@@ -191,7 +195,7 @@ def test_only_the_devices_package_chooses_the_gpu_vendor():
             assert not {top for top, _ in imports(path)} & THIRD_PARTY["devices"], path
 
 
-#: Modules of ``cluster`` that make decisions, like the pool. They are pure.
+#: Modules of ``cluster`` that only decide, like the pool. They read no clock and do no I/O.
 PURE = [
     PACKAGE / "cluster" / f"{name}.py"
     for name in (
@@ -229,8 +233,8 @@ def test_commands_for_programs_do_not_import_asyncio():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-#: For each part: the names of variables for plain data, that is, for records with fields. Any code
-#: of the part may set the fields of these records.
+#: Part -> the names of its variables that hold plain records, and what each record is. All code of
+#: the part may set the fields of these records.
 PLAIN_DATA = {
     "broker": {
         "session": "what the broker knows of a kernel (sessions.LiveSession)",
@@ -282,14 +286,14 @@ def attribute_targets(tree: ast.AST):
             yield from (part for part in parts if isinstance(part, ast.Attribute))
 
 
-#: All modules, but not the pool's: the pool has functions over records, see ``pool/facts.py``.
+#: All modules except those of the pool. In the pool, functions change records (``pool/facts.py``).
 WIRED = [path for path in MODULES if part_of(path) != "pool"]
 
 
 def test_no_object_sets_attributes_of_another_object():
-    """The constructor of an object gets everything that the object uses.
+    """An object gets everything that it uses in its constructor, and no other code sets it later.
 
-    ``broker/assembly.py`` has the order in which the objects are made.
+    ``broker/assembly.py`` makes the objects of the broker in the right order.
     """
     found = []
     for path in WIRED:
@@ -310,7 +314,7 @@ def is_own(node: ast.AST) -> bool:
 
 
 def test_no_object_asserts_that_its_attributes_are_set():
-    """An object that needs such an assertion is used before it is complete."""
+    """If code needs such an assertion, it uses the object before the object is complete."""
     found = []
     for path in MODULES:
         for function in ast.walk(parsed(path)):
@@ -327,13 +331,13 @@ def test_no_object_asserts_that_its_attributes_are_set():
     assert found == []
 
 
-#: A pair of modules that import only each other's type: a session has connections, and a
+#: Two modules that import each other, but only for types: a session has connections, and a
 #: connection has a session.
 KNOWN_PAIR = {"transport.connection", "sessions"}
 
 
 def test_imports_in_the_broker_have_no_cycle():
-    """Imports for types alone count, too, because imports show which module calls which."""
+    """The test counts imports for types, too: they also show that a module calls another one."""
     broker = PACKAGE / "broker"
     modules = {".".join(p.relative_to(broker).with_suffix("").parts): p for p in
                broker.rglob("*.py")}  # fmt: skip

@@ -31,7 +31,10 @@ def module():
 
 @pytest.fixture
 def hook(module, monkeypatch):
-    """Return the hook without the part for JupyterLab, which has its own tests."""
+    """Return a function that makes a build hook without the part for JupyterLab.
+
+    Other tests check the part for JupyterLab.
+    """
     monkeypatch.setenv("GPUPOOL_NO_LABEXTENSION", "1")
 
     def make(target="wheel"):
@@ -83,7 +86,8 @@ def test_jupyterlab_part_is_built_again_after_a_failed_build(module, tmp_path):
     out = tmp_path / "jupyter_gpupool" / "labextension"
     assert not module._ui_is_built(tmp_path)
     (out / "static").mkdir(parents=True)
-    # Before it compiles, the builder copies the file in this form.
+    # JupyterLab's builder first copies the file in this form. It adds ``_build`` after it has
+    # compiled.
     (out / "package.json").write_text(json.dumps({"jupyterlab": {"extension": "lib/index.js"}}))
     assert not module._ui_is_built(tmp_path)
     load = "static/remoteEntry.0.js"

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The client against a server that sends exactly the bytes of each test."""
+"""The client, with a server that sends exactly the bytes that the test chooses."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_socket_file_without_a_broker_is_reported(tmp_path):
 
 
 def test_client_waits_while_the_listen_queue_is_full(tmp_path):
-    """Other clients have filled the queue. A blocking connect waits until a place is free."""
+    """Other clients have filled the listen queue. The client waits until a place in it is free."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -186,7 +186,7 @@ def test_client_waits_while_the_listen_queue_is_full(tmp_path):
 
 
 def test_signal_during_connect_does_not_count_as_connected(tmp_path):
-    """If a signal interrupts connect, Python reports success. See ``dial``."""
+    """If a signal interrupts ``connect``, Python reports success, but the call has failed."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -236,7 +236,10 @@ def test_error_has_the_brokers_reason_for_closing(server, client):
 
 
 def test_call_waits_for_a_machine_wide_broker_that_starts(tmp_path, monkeypatch):
-    """While the broker starts, the service manager's socket already accepts connections."""
+    """The service manager's socket accepts connections before the broker has started.
+
+    So the client connects at once, and must wait for its answer.
+    """
     monkeypatch.setattr(client_module, "is_machine_path", lambda _: True, raising=False)
     monkeypatch.setattr(client_module, "CALL_TIMEOUT", 0.001)
     # Python evaluated the default of the parameter ``timeout`` when it imported the module, so the

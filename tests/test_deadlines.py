@@ -15,7 +15,7 @@ from .test_architecture import MODULES, PACKAGE, parsed
 
 
 def started(work):
-    """Return a task for ``work`` that has already begun to wait."""
+    """Start ``work`` as a task; return the task when it has begun to wait."""
 
     async def turn():
         task = asyncio.ensure_future(work)

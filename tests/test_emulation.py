@@ -12,7 +12,7 @@ from jupyter_gpupool import emulation
 
 @pytest.fixture
 def machine_with(monkeypatch):
-    """Return a function that fakes the machine's files and the result of open of /dev/nvidiactl."""
+    """Return a function that fakes which files exist, and how open of /dev/nvidiactl ends."""
 
     def have(files, opened=errno.ENOENT):
         def open_it(path, flags):
@@ -41,6 +41,9 @@ def test_real_driver_is_recognised_by_its_device_file(machine_with, opened):
 
 @pytest.mark.parametrize("opened", [errno.ENOENT, errno.ENXIO, errno.ENODEV])
 def test_device_file_without_a_device_shows_no_driver(machine_with, opened):
-    """If root uses NVIDIA's library, the library makes the file, even without a kernel driver."""
+    """NVIDIA's library creates the file when root uses it, even if no kernel driver is loaded.
+
+    So the file alone does not show that the machine has a driver.
+    """
     machine_with(["/dev/nvidiactl"], opened)
     assert not emulation.real_driver_present()

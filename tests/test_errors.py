@@ -36,7 +36,7 @@ def texts(node: ast.AST | None) -> list[str]:
 
 
 def free_codes(tree: ast.AST) -> list[str]:
-    """Return the plain texts that ``tree`` has in the places of error codes."""
+    """Return the literal texts that ``tree`` uses as error codes, in place of members of Code."""
     found: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -59,7 +59,8 @@ def free_codes(tree: ast.AST) -> list[str]:
 
 
 def test_every_error_code_is_from_the_list():
-    # Words in capitals are codes of the driver, such as CUDA_ERROR_NOT_READY.
+    # The test ignores texts in capital letters. These are codes of the driver, for example
+    # CUDA_ERROR_NOT_READY.
     found = {
         str(path.relative_to(PACKAGE)): codes
         for path in SOURCES

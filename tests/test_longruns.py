@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Each long test has its row in docs/long-tests.md; each file in conftest's tables exists."""
+"""Each long test has a row in docs/long-tests.md. Each file in the tables of conftest.py exists."""
 
 from __future__ import annotations
 

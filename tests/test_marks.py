@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The folder of a test outlives the processes that write to it."""
+"""``marks`` removes the folder of a test only after the processes that write in it have ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from . import marks
 
-#: A shell script that writes files for a while, as a broker does that ends without a signal.
+#: A shell script that writes files for a while and then ends, like a broker that ends by itself.
 WRITER = """
 mkdir "$0/state"
 for number in $(seq 200); do : > "$0/state/$number" || exit 1; sleep 0.002; done
@@ -36,6 +36,6 @@ def test_process_that_does_not_end_is_named_and_killed(monkeypatch):
     ):
         process = subprocess.Popen(["sleep", "1000"])
     monkeypatch.undo()
-    process.wait(60)  # `marks` has already reaped it; this call updates the object
+    process.wait(60)  # ``marks`` has already reaped the process; this only updates the object
     assert not psutil.pid_exists(process.pid)
     assert not folder.exists()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the product reads from /proc, on real processes."""
+"""The code that reads /proc, tested with real processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from jupyter_gpupool.devices.nvidia.members import maps_libcuda, session_members
 from jupyter_gpupool.procfs import ProcessId
 from tests import namespaces
 
-#: A program that prints its process id, starts a child that does the same, and so on to a given
-#: depth. Each process then waits until its stdin ends.
+#: A program that prints its process id. If its first argument, the depth, is not 0, it starts
+#: itself as a child with a depth one less. Each process then waits until its stdin ends.
 CHAIN = """
 import os, subprocess, sys
 depth = int(sys.argv[1])
@@ -38,8 +38,9 @@ if child:
 
 @pytest.fixture
 def spawn():
-    """Return a function that starts Python code with a pipe to its stdin; at the
-    end, kill all processes.
+    """Return a function that starts Python code with pipes as its stdin and stdout.
+
+    After the test, the fixture kills all these processes.
     """
     with ExitStack() as stack:
 
@@ -159,12 +160,12 @@ def test_broker_of_a_notebook_is_not_in_its_session(spawn):
     root, broker, _ = pids
     members = session_members(procfs.identify(root), "mine", broker)
     assert [member.process.pid for member in members] == [root]
-    # The broker's parent may have ended, so that only the broker's environment relates it to the
-    # session. Also then it is no member.
+    # If the parent of a broker has ended, only the environment of the broker still names the
+    # session. Even then, the broker is no member of the session.
     _, (other,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     members = session_members(procfs.identify(other), "mine", root)
     assert [member.process.pid for member in members] == [other]
-    # If the broker is an ancestor of the kernel, it excludes no process.
+    # If the broker is an ancestor of the kernel, the session keeps all its members.
     members = session_members(procfs.identify(broker), "mine", root)
     assert len(members) >= 2
 
@@ -226,8 +227,8 @@ def test_process_numbers_of_another_namespace_are_translated():
         assert procfs.number_inside(first.pid) == 1
         assert procfs.translated(1, beside=first.pid) == first.pid
         assert procfs.translated(1, beside=second.pid) == second.pid
-        # This number is the test's own number on the machine. No process in the namespace of
-        # ``first`` has it.
+        # ``os.getpid()`` is the test's number in the outer namespace. No process in the namespace
+        # of ``first`` has this number.
         assert procfs.translated(os.getpid(), beside=first.pid) == 0
         assert procfs.translated(os.getpid(), beside=os.getpid()) == os.getpid()
         assert procfs.apart(first.pid, second.pid)

@@ -120,7 +120,7 @@ def test_failed_starts_back_off_until_one_succeeds(socket):
     assert known.message == "failed 3"
     assert 25 < known.pause(time.time()) <= 30
     assert startfailures.read_failures(socket) == known
-    # A broker that serves calls this function, also if a user has started the broker by hand.
+    # Each broker calls ``forgive`` when it begins to serve, even if a user has started it by hand.
     startfailures.forgive(socket)
     assert startfailures.read_failures(socket) == Failures()
 

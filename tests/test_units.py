@@ -28,7 +28,7 @@ SIZES = json.loads(
 )
 
 
-#: The extension's tests read this file of waits, too.
+#: Waits and their texts. The tests of the JupyterLab extension read this file, too.
 WAITS = json.loads(
     (Path(__file__).parent.parent / "labextension/src/__tests__/waits.json").read_text()
 )

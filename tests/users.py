@@ -8,10 +8,10 @@ import shutil
 
 
 def as_user(user):
-    """Return the words that root puts before a command to run the command as another user.
+    """Return the words that root writes before a command to run it as ``user``.
 
-    The interpreter may be in a folder that only root may enter. So the user gets the capability to
-    read everything. The broker and Linux still see the process as this user's.
+    The interpreter may be in a folder that only root may enter. So the process gets the capability
+    to read every file. For the broker and for Linux, it is still a process of ``user``.
     """
     setpriv = shutil.which("setpriv")
     assert setpriv, "setpriv (util-linux) is needed to run programs as other users"

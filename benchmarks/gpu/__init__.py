@@ -5,10 +5,10 @@
 =============  =================================================================================
 ``__main__``   the command line: ``make gpu``
 ``plan``       the items to run, their order and their time limits
-``runner``     runs one item in its own process group, and kills the processes it leaves
+``runner``     runs one item in its own process group, then kills all processes of the item
 ``record``     the file of outcomes; ``make gpu`` skips an item that has an outcome
-``raw``        arrays, copies and checks through the driver's own calls
+``raw``        arrays, copies and checks through direct calls of the driver
 ``child``      runs an object in its own process, and kills the process at the end
-(others)       each is one benchmark
+(others)       each other module is one benchmark
 =============  =================================================================================
 """

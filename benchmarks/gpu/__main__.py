@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """``make gpu``: run the tests and benchmarks that need a real GPU, in one or more runs.
 
-The command writes each item's outcome when the item ends. The next run continues with the first
-item that has no outcome. Exit code: 0 if all items have passed, 1 if an item has failed, 2 if there
-was no time for some items.
+The command writes each item's outcome when the item ends. The next run skips the items that have an
+outcome. Exit code: 0 if all items have ended well, 1 if an item has failed, 2 if there was no time
+for some items.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def go_through(items: tuple[plan.Item, ...], book: record.Record, options: Any) -> int:
-    """Run the items that have no outcome yet and fit into the time left; print their outcomes."""
+    """Run each item without an outcome, if the time left is enough for it; return the exit code."""
     runner.adopt_orphans()
     end = time.monotonic() + options.minutes * 60
     ended = book.ended()

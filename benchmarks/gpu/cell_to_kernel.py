@@ -1,19 +1,23 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Time from sending a cell to the end of the first GPU kernel it launches, by session state.
+"""Time from sending a cell to the end of the first GPU kernel that the cell launches.
+
+Each kernel is in one of these states when it gets the cell:
 
 ====================  ============================================================================
-``plain``             plain ipykernel with a context: the baseline of the others
+``plain``             plain ipykernel with a context
 ``attached``          Pooled GPU kernel that used CUDA a moment ago
-``idle``              the same kernel, once it counts as idle
-``new_context_plain`` plain ipykernel without a context, which the cell makes
-``released``          Pooled GPU kernel without a slice and without state, which makes a context
-``suspended_1GiB``    its state is in host memory, and is copied back
-``suspended_8GiB``    the same with 8 GiB of state
+``idle``              Pooled GPU kernel that counts as idle and still has its slice
+``new_context_plain`` plain ipykernel without a context, so the cell makes one
+``released``          Pooled GPU kernel without a slice and without state; the cell makes a context
+``suspended_1GiB``    Pooled GPU kernel with 1 GiB of state in host memory; the cell waits until the
+                      state is back on the device
+``suspended_8GiB``    like ``suspended_1GiB``, with 8 GiB of state
 ====================  ============================================================================
 
-The cell reads the clock when the GPU kernel's result is there. All processes of the machine share
-this clock. The states take turns, in a random order for each round.
+The baseline of ``released`` is ``new_context_plain``. The baseline of all other pooled states is
+``plain``. The cell reads the clock as soon as the GPU kernel has ended. All
+processes of the machine share this clock. Each round measures the states in a random order.
 """
 
 from __future__ import annotations
@@ -39,13 +43,14 @@ GiB = 1 << 30
 #: On an emulated device, one byte stands for this many bytes on a real device.
 SCALE = 16
 
-#: A kernel here counts as idle after this many seconds without CUDA. No figure contains this wait.
+#: In this benchmark, a kernel counts as idle after this many seconds without CUDA. No reported time
+#: contains these seconds.
 QUIET = 0.3
 
 #: The longest wait in seconds for a session's state, for example for a suspend of 8 GiB.
 PATIENCE = 40.0
 
-#: By state: the state that is its baseline, and the per cent of rounds that measure it.
+#: For each state: the state that is the baseline, and the percentage of rounds that measure it.
 STATES = {
     "plain": ("plain", 100),
     "attached": ("plain", 100),
@@ -76,7 +81,7 @@ first()
 print("ready")
 """
 
-#: The set-up of a process that holds no context between its cells.
+#: The first cell of a kernel that destroys its context at the end of each cell.
 SETUP_NEW = """
 import time
 from benchmarks.gpu.raw import Raw
@@ -129,7 +134,7 @@ class Session:
         return (float(self.kernel.run(self._cell, PATIENCE)) - begun) * 1000
 
     def right(self) -> bool:
-        """Return whether the array on the device has the result of all cells so far."""
+        """Return whether the array on the device is right after all cells so far."""
         return self.kernel.run("print(raw.check('state', 7 + done))").strip() == "True"
 
 
@@ -202,7 +207,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 def turns(
     sessions: dict[str, Session], rounds: int, end: float, problems: list[str]
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return two dicts by state: milliseconds, and the bytes in host memory before a cell."""
+    """Return, by state, the milliseconds of each cell, and the bytes in host memory before it."""
     took: dict[str, list[float]] = {name: [] for name in sessions}
     swaps: dict[str, int] = {}
     dice = random.Random(0)
@@ -237,7 +242,7 @@ def prepare(name: str, session: Session, swaps: dict[str, int]) -> None:
 
 @contextmanager
 def noted(problems: list[str], what: str) -> Iterator[None]:
-    """Add a failure to ``problems`` and continue: the other figures are still useful."""
+    """Catch an error of the block and add it to ``problems``, so that the benchmark continues."""
     try:
         yield
     except Exception as error:

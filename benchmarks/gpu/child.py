@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Calls methods of an object in another process, with a time-out for each answer.
+"""Runs an object in another process, and calls its methods with a time-out for each answer.
 
 ``python -m benchmarks.gpu.child MODULE:CLASS`` makes the object at its first request. A request is
 a JSON line ``[method, arguments...]``. The answer is a JSON line with ``ok`` or ``error``.
@@ -26,7 +26,7 @@ ANSWER = 60.0
 
 
 class Trouble(RuntimeError):
-    """The called method raised an error in the process, or the process has ended."""
+    """The called method raised an error in the other process, or that process has ended."""
 
 
 class Remote:
@@ -60,7 +60,7 @@ class Remote:
 
 @contextlib.asynccontextmanager
 async def remote(what: str, env: Mapping[str, str]) -> AsyncIterator[Remote]:
-    """Yield an object ``"module:class"`` in its own process; kill the process at the end."""
+    """Start a process with an object of ``"module:class"``; kill it at the end of the block."""
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.gpu.child", what,
@@ -72,14 +72,14 @@ async def remote(what: str, env: Mapping[str, str]) -> AsyncIterator[Remote]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # A process that hangs in the driver does not end. Do not wait for it any longer.
+        # SIGKILL does not end a process that hangs in the driver. So wait at most 20 s for its end.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(process.wait(), 20)
 
 
 def main() -> None:
     """Answer the requests on stdin until its end."""
-    # Libraries print to stdout, so give the answers their own descriptor.
+    # Libraries may print to stdout. So answers get a copy of it, and stdout itself becomes stderr.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module, _, name = sys.argv[1].partition(":")

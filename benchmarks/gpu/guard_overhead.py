@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The guard's cost in a kernel that computes: loops in a Pooled GPU kernel and in plain ones.
+"""The guard's cost in a kernel that computes: the same loops with the guard and without it.
 
-Three kernels run the same loops in turns, in a random order for each round: two plain
-ipykernels and one of the pool, under the guard. The overhead is the median, over the rounds, of the
-difference between the guarded kernel and the plain ones in the same round. The median difference
-between the two plain kernels is the noise.
+Three kernels run the same loops, one kernel at a time, in a random order for each round. Two are
+plain ipykernels, and one is a Pooled GPU kernel under the guard. In each round, the benchmark
+compares the guarded kernel with the mean of the two plain kernels. The overhead is the median of
+these differences in per cent. The noise is the median difference between the two plain kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GiB = 1 << 30
 BUDGET = 1.0
 BUDGETED = ("launch", "torch_launch", "torch_matmul", "graph", "torch_graph")
 
-#: By loop: the number of its turns in a round, and what one turn does.
+#: For each loop: the number of its turns in a round, and what one turn does.
 LOOPS = {
     "launch": (30000, "a launch by cuda-core of a kernel that does nearly nothing"),
     "graph": (3000, "a launch of a graph of 20 such kernels (driver API)"),
@@ -89,7 +89,8 @@ def all_of(loops):
 print(json.dumps(["launch", "graph", "allocation"]))
 """
 
-#: Runs only with a real driver, because the emulated driver does not compute this.
+#: The cell with the loops that use PyTorch. It runs only with a real driver, because the emulated
+#: driver does not compute PyTorch's own GPU kernels.
 TORCH = """
 import torch
 cell = torch.zeros(1, device="cuda")
@@ -122,7 +123,7 @@ def loop_torch_allocation(number):
 print(json.dumps(["torch_launch", "torch_matmul", "torch_graph", "torch_allocation"]))
 """
 
-#: Runs in the guarded kernel: prints whether its calls really go through the guard.
+#: A cell for the guarded kernel. It prints whether the guard is loaded and has a page.
 GUARDED = """
 import os
 print("gpupool" in open("/proc/self/maps").read() and "GPUPOOL_PAGE" in os.environ)
@@ -172,7 +173,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         "loops": rows,
         "left_out": sorted(set(LOOPS) - set(loops)),
         "problems": problems,
-        # If this is not 0, the figures may contain a suspend.
+        # If the pool has suspended the kernel, some of its times may contain a suspend.
         "suspends_meanwhile": suspends,
         "budgets": [
             budget(f"guard, loop {name}", rows[name]["overhead_percent"], BUDGET, "%")
@@ -183,9 +184,9 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def prepare(kernels: Mapping[str, Kernel], code: str) -> list[str]:
-    """Run a cell in all kernels at once; return the names of its loops.
+    """Run a cell that defines loops in all kernels; return the names of the loops.
 
-    The kernels run at once, because the import of PyTorch is slow.
+    The kernels run the cell at the same time, because the import of PyTorch is slow.
     """
     begun = {name: kernel.begin(code) for name, kernel in kernels.items()}
     texts = {name: kernels[name].finish(begin) for name, begin in begun.items()}
@@ -199,14 +200,14 @@ def compare(
     end: float,
     problems: list[str],
 ) -> dict[str, dict[str, list[float]]]:
-    """Return the nanoseconds by loop and kernel, round by round, without the first round."""
+    """Return, for each loop and kernel, the nanoseconds in each round but the first."""
     took: dict[str, dict[str, list[float]]] = {n: {k: [] for k in kernels} for n in loops}
     order, dice = list(kernels), random.Random(0)
     for number in range(rounds + 1):
         if time.monotonic() > end and number > 3:
             break
         dice.shuffle(order)
-        # Only complete rounds count, because the values of a round are compared with each other.
+        # If one kernel fails, drop its round: a round is useful only with the times of all kernels.
         code = f"all_of({dict(loops)!r})"
         try:
             values = {name: json.loads(kernels[name].run(code, 30)) for name in order}
@@ -223,7 +224,7 @@ def compare(
 
 
 def judged(values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the time that the guard adds, and the difference of two plain kernels."""
+    """Return the time that the guard adds, and the difference between the two plain kernels."""
     plain, again, guarded = (values[name] for name in ("plain", "plain again", "guarded"))
     # The baseline is the mean of both plain kernels, because one process may be slower by chance.
     base = [(a + b) / 2 for a, b in zip(plain, again, strict=True)]

@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of a Pooled GPU kernel, whose guard prepares host memory for the copy.
 
-The seconds are the driver's own, from the broker's journal. The baseline, in the same run, is a
-plain process with as many bytes and no guard. The same driver calls suspend and resume this
-process. The kernel and this process hold their state at the same time, and take turns.
+The seconds are the time of the driver's calls, from the broker's journal. The baseline, in the same
+run, is a plain process: it has a state of the same size and no guard, and the same driver calls
+suspend and resume it. The kernel and the plain process keep their states during the whole
+measurement. They are suspended and resumed in turn.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                          max_swap_overhead=0.0, host_memory="80%")
         )  # fmt: skip
         client = stack.enter_context(Client(os.environ["GPUPOOL_SOCKET"]))
-        # A broker with emulated devices has its own emulated machine. The plain process must use
-        # the same machine.
+        # If the devices are emulated, the broker has made an emulated machine of its own. The plain
+        # process must use that machine.
         here = stack.enter_context(machine())
         if not here.real:
             here = Machine({**os.environ, **driver_environment()}, here.emulate)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 async def measure(
     here: Machine, client: Client, plan: Sequence[tuple[int, int]], end: float
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure each size in turn; return the rows, and the sizes that it left out."""
+    """Measure each size; return a row for each, and the sizes that were left out."""
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     async with swap_speed.service_of(here) as (service, device):

@@ -2,11 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Device memory that idle notebooks keep, as NVML shows it.
 
-Pooled GPU kernels put an array on the device, one after the other, and do nothing more. The pool
-takes their slices back after ``idle_timeout``. The figure is the growth of the used bytes since the
-time before the first kernel, so it includes contexts. The baseline, in the same run, is plain
-ipykernels that allocate the same arrays and wait for the same time. At the end one notebook is used
-again, and its array is checked.
+Pooled GPU kernels put an array each on the device, one kernel after the other, and do nothing more.
+The pool takes their slices back after ``idle_timeout``. The benchmark reads the used bytes before
+the first array and after all slices are back, and reports the difference. So the figure includes
+contexts. The baseline, in the same run, is plain ipykernels that allocate the same arrays and wait
+for the same time. At the end, one notebook uses its array again, and the benchmark checks it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from .child import Remote, remote
 
 GiB, MiB = 1 << 30, 1 << 20
 
-#: Number of notebooks, number of plain kernels, and bytes that each puts on the device.
+#: Number of notebooks, number of plain kernels, and bytes that each kernel puts on the device.
 NOTEBOOKS, PLAIN, STATE = 16, 4, GiB // 2
 
-#: On an emulated device: the number of notebooks, and the divisor of the bytes.
+#: On an emulated device: the number of notebooks, and the number by which STATE is divided.
 FEW, SCALE = 6, 16
 
-#: Seconds without CUDA until a kernel is idle, and until an idle kernel loses its slice.
+#: After QUIET seconds without CUDA a kernel is idle. After TIMEOUT more seconds it loses its slice.
 QUIET, TIMEOUT = 0.5, 2.0
 
-#: The most seconds for a cell, and the most seconds until no notebook has a slice.
+#: A cell may take this many seconds. All notebooks together may also take this many seconds until
+#: none of them has a slice.
 PATIENCE = 45.0
 
-#: The longest wait in seconds until the pool has freed the last byte. The bound leaves time for the
-#: rest of the benchmark if some bytes stay on the device.
+#: The most seconds that the benchmark waits until all bytes of the device are free again. If some
+#: bytes stay in use, this bound leaves time for the rest of the benchmark.
 LAST_BYTE = 25.0
 
 CELL = """
@@ -64,7 +65,7 @@ print(int(raw.check("state", %d)), took)
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return the bytes that stay on the device, and those in host memory."""
+    """Run, and return the bytes that stay in use on the device, and the bytes in host memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer notebooks")
     options = parser.parse_args(argv)
@@ -103,8 +104,8 @@ class See:
     def until(self, most: int, seconds: float) -> tuple[int, float]:
         """Wait until at most ``most`` bytes are in use; return the lowest figure and its time.
 
-        The wait ends after ``seconds`` at the latest. The second value is the time
-        (``time.monotonic``) at which NVML first showed so few bytes.
+        The wait lasts at most ``seconds``. The time is from ``time.monotonic``, and says when
+        NVML first showed the lowest figure.
         """
         deadline = time.monotonic() + seconds
         least, at = self.used(), time.monotonic()

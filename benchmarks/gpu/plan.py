@@ -12,9 +12,9 @@ class Item:
     """A file of tests, or a benchmark. It runs alone."""
 
     name: str
-    #: After this many seconds the item is killed and counts as hung.
+    #: If the item still runs after this many seconds, the runner kills it and records it as hung.
     bound: int
-    #: After this many seconds the item begins no new repetition. 0 means the item's own default.
+    #: The item begins no new repetition after this many seconds. 0 means the item's own default.
     enough: int = 0
 
     @property
@@ -23,8 +23,8 @@ class Item:
         return self.name.endswith(".py")
 
 
-#: The most useful items come first, because a machine may be available for minutes only. The sum of
-#: the bounds is several times the usual time.
+#: The most useful items come first, because a machine may be available only for minutes. A
+#: complete run usually takes only a fraction of the sum of all bounds.
 PLAN = (
     Item("tests/gpu/test_kit.py", 120),
     Item("tests/gpu/test_driver.py", 150),

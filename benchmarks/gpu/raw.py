@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Uses device 0 through ``cuda.bindings.driver`` alone, without a framework.
 
-Device memory holds uint32 numbers, at first ``p[i] = first + i`` modulo 2**32. A check compares the
-sum of the numbers, which the device computes, and some samples. So the host does not have to hash
-48 GiB.
+An array on the device has uint32 numbers that count up: ``p[i] = first + i`` modulo 2**32. A check
+compares the sum of all numbers, and some single numbers, with the expected values. The device
+computes the sum. So the host does not have to read and hash an array of 48 GiB.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def call(function: Any, *arguments: Any) -> Any:
 
 
 def expected_sum(size: int, first: int) -> int:
-    """Return the sum, modulo 2**64, of ``size`` bytes of uint32 that count up from ``first``."""
+    """Return the sum (modulo 2**64) of uint32 numbers from ``first`` on, ``size`` bytes in all."""
     whole, rest = divmod(size // 4, _WORDS)
     start = first % _WORDS
     before_zero = min(rest, _WORDS - start)
@@ -114,7 +114,7 @@ class Raw:
         call(driver.cuMemFree, out)
         if int(host[0]) != expected_sum(size, first):
             return False
-        # The sum is the same if two pages have changed places, so check samples, too.
+        # If two pages have changed places, the sum is still right. So also check single numbers.
         number, word = size // 4, np.zeros(1, np.uint32)
         for sample in range(SAMPLES):
             place = sample * (number - 1) // (SAMPLES - 1)
@@ -143,7 +143,7 @@ class Raw:
         return self.right(*self.arrays[name], first)
 
     def wrong(self, name: str, first: int) -> int:
-        """Read a whole array back; return the number of bytes in wrong words."""
+        """Copy a whole array to the host; return 4 bytes for each number that is wrong."""
         address, size = self.arrays[name]
         chunk = min(size, 1 << 23)
         words, found = np.empty(chunk // 4, np.uint32), 0
@@ -165,10 +165,10 @@ class Raw:
     # ------------------------------------------------------------------ the speed of copies
 
     def copies(self, size: int, repetitions: int) -> dict[str, Any]:
-        """Return GB/s of copies of ``size`` bytes: best and median, each way, by kind of memory.
+        """Return the best and the median GB/s of copies, by kind of host memory and direction.
 
-        "pinned" memory is from ``cuMemHostAlloc``. "pageable" memory is from NumPy, which has
-        already written to it.
+        "pinned" memory is from ``cuMemHostAlloc``. "pageable" memory is a NumPy array. Each copy
+        has ``size`` bytes.
         """
         device = int(call(driver.cuMemAlloc, size))
         pinned = int(call(driver.cuMemHostAlloc, size, 0))

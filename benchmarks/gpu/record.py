@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The file of outcomes: one JSON line for the machine, and one for each item that has ended.
 
-The plan writes each outcome at once, so a stopped run loses no outcome. There is only one file,
-because one file is easy to copy from a borrowed machine.
+``make gpu`` appends an outcome as soon as the item ends, so an interrupted run loses no outcome.
+All outcomes are in one file, because one file is easy to copy from a borrowed machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.common import machine_facts
 
 ROOT = Path(__file__).parents[2]
 
-#: Packages under test, in addition to those of every benchmark.
+#: Packages whose versions belong to the record, beside the packages of ``benchmarks.common``.
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "jax", "numba-cuda", "numpy", "pytest")
 
 
@@ -104,7 +104,7 @@ class Record:
                 yield True
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line; if the last line is incomplete, add its line break first."""
+        """Append a line. If the file ends within a line, first append a line break."""
         with self.path.open("ab+") as out:
             out.seek(-min(1, out.tell()), os.SEEK_END)
             cut = out.read() not in (b"", b"\n")
@@ -127,7 +127,7 @@ class Record:
 
 
 def facts(device: dict[str, Any]) -> dict[str, Any]:
-    """Return facts about the machine that readers need, without its name, users and paths."""
+    """Return facts about the machine that explain a result. They name no host, user or path."""
     found = machine_facts([device["name"]])
     for name in PACKAGES:
         try:

@@ -22,11 +22,11 @@ import psutil
 from .plan import Item
 from .record import ROOT
 
-#: Seconds for an item's processes to end after SIGKILL. If a driver call of a process never
-#: returns, the process does not end, and the runner reports it.
+#: Seconds that the runner waits until SIGKILL has ended an item's processes. A process does not end
+#: while it hangs in a driver call. The runner reports such a process.
 GONE = 20.0
 
-#: Runs in the child: writes a benchmark's dict to a file.
+#: The code of the child process: it runs a benchmark and writes the returned dict to a file.
 BENCHMARK = """
 import importlib, json, sys
 name, out, *argv = sys.argv[1:]
@@ -37,13 +37,13 @@ with open(out, "w") as file:
 
 _SET_CHILD_SUBREAPER = 36
 
-#: Outcomes by exit code. None means that the item did not end. pytest returns 5 if it has run no
-#: test.
+#: For each exit code of an item, its outcome. Any other exit code is a failure. The code is None if
+#: the item did not end in time. pytest returns 5 if it has run no test.
 _OUTCOMES = {None: "hung", 0: "passed", 5: "left out"}
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of an item's orphans, so that it can end them."""
+    """Adopt the orphan processes of items (as a subreaper), so that the runner can kill them."""
     ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -61,10 +61,10 @@ def keep_driver_up() -> None:
 def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]:
     """Run an item; return its line for the record. A failure of the item raises no error.
 
-    ``outcome`` is "passed", "failed", "hung" or "left out". ``tests`` or ``result`` has the
-    findings. ``output`` is the end of the item's output, if the item did not pass. ``left`` are the
-    processes that SIGKILL did not end. If ``real`` is False, tests that need a real GPU are left
-    out.
+    In the line, ``outcome`` is "passed", "failed", "hung" or "left out". ``tests`` has the outcome
+    of each test, or ``result`` has the benchmark's dict. If the item did not pass, ``output`` has
+    the end of the item's output. ``left`` names the processes that SIGKILL did not end. If
+    ``real`` is False, the item leaves out the tests that need a real GPU.
     """
     begun = time.monotonic()
     before = psutil.Process().children()
@@ -108,9 +108,10 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
 
 def _command(item: Item, report: Path, *, quick: bool, real: bool) -> list[str]:
     if item.tests:
-        # Each test has a time-out of two thirds of the bound. So pytest ends a hung test before
-        # the runner ends the whole file. The first test needs time to start the kernels that serve
-        # the whole file. Warnings from packages of the GPU's machine are not failures.
+        # Each test has a time-out of two thirds of the item's bound. So pytest ends a hung test
+        # before the runner kills the item. The time-out is long, because the first test also starts
+        # the kernels that all tests of the file use. "-W default" keeps warnings of this machine's
+        # packages from being failures.
         bound = item.bound * 2 // 3
         options = ["-q", "-p", "no:cacheprovider", f"--timeout={bound}", "-W", "default"]
         which = ["-m", "" if real else "not gpu"]
@@ -129,10 +130,10 @@ def _found(item: Item, report: Path) -> Any:
 
 
 def end_descendants(before: Sequence[psutil.Process]) -> list[str]:
-    """Kill all processes that an item has left; describe the processes that did not end.
+    """Kill all processes that an item has left; return the names of those that did not end.
 
-    The children in ``before`` existed before the item. They and their own children belong to other
-    programs.
+    ``before`` has the children that this process had before the item. They do not belong to the
+    item, so this function kills neither them nor their children.
     """
 
     def left() -> Iterator[psutil.Process]:

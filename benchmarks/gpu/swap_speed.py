@@ -2,13 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume by size, in seconds and GB/s, against copies of pinned memory.
 
-A process fills device memory and is suspended and resumed through ``DeviceService``, as in the
-broker. Between two rounds the process computes on the memory, and at the end it checks the memory.
-Even the first repetition counts, because the pool suspends many notebooks only once. The baseline,
-in the same run, is synchronous copies of pinned and of pageable memory, in each direction.
+A process fills device memory. Then ``DeviceService`` suspends and resumes the process several
+times, as in the broker. After each resume the process computes on the memory, and at the end it
+checks the memory. The first round also counts, because the pool suspends many notebooks only once.
+The baseline, in the same run, is synchronous copies of pinned and of pageable memory, in each
+direction.
 
-Smaller sizes come first. The benchmark leaves out a size that would probably not end in time, and
-lists it in the result.
+The benchmark begins with the smallest size. It leaves out a size if the time or the memory is
+probably too short for it, and lists this size in the result.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ QUICK = ((GiB // 2, 2), (2 * GiB, 2), (8 * GiB, 2))
 #: On an emulated device, one byte stands for this many bytes on a real device.
 SCALE = 64
 
-#: The copy of a state takes slightly more host memory than its size. So the benchmark needs free
-#: host memory of FACTOR times the size plus ROOM.
+#: A suspended state takes slightly more host memory than its size. So the benchmark measures a size
+#: only if FACTOR times the size plus ROOM bytes of host memory are free.
 FACTOR, ROOM = 1.3, 8 * GiB
 
-#: Device bytes that a process needs beside its state: its context.
+#: The bytes of device memory that the context of a process takes.
 CONTEXT = GiB
 
 #: Bytes of each copy of the baseline, and the number of copies.
 COPY, COPIES = GiB, 5
 
-#: A suspend or a resume may take at most this many milliseconds longer than the driver's own calls,
-#: as in ``suspend_overhead``.
+#: A suspend or a resume may take at most this many milliseconds longer than its driver calls. The
+#: benchmark ``suspend_overhead`` has the same limit.
 BUDGET_MS = 50.0
 
-#: If a suspend or a resume takes longer than this many seconds, the benchmark skips all later
-#: sizes. The bound is about the time of 48 GiB at 0.6 GB/s.
+#: If a suspend or a resume takes longer than this many seconds, the benchmark skips the larger
+#: sizes. At 0.6 GB/s, 48 GiB take about this time.
 LONGEST = 80.0
 
 CALLS = ("lock", "checkpoint", "restore", "unlock")
@@ -100,7 +101,7 @@ async def measure(here: Machine, plan: Sequence[tuple[int, int]], end: float) ->
             try:
                 row = await one_size(here, service, device, size, repetitions, end)
             except Exception as error:
-                # Continue: the figures of the other sizes are still useful.
+                # Continue with the other sizes after a failure, but stop after a time-out.
                 problems.append(f"{size / GiB:g} GiB: {type(error).__name__}: {error}")
                 print(problems[-1], flush=True)
                 if isinstance(error, asyncio.TimeoutError):
@@ -227,13 +228,13 @@ async def swap(
         "freed_bytes": sum(out.freed.values()),
         "host_bytes_suspended": rss,
         "host_bytes_resumed": resident(root),
-        # Empty, or a note that NVML still shows the memory of the process.
+        # If NVML still shows memory of the process after the suspend, this is a note about it.
         "message": out.message,
     }
 
 
 def timed_calls(taken: dict[str, float]) -> Any:
-    """Return a patch that adds the worker's seconds of each kind of driver call to ``taken``."""
+    """Return a patch that adds the seconds of each driver call to its kind's sum in ``taken``."""
     original = SessionCalls.call
 
     async def call(self: SessionCalls, op: str, process: ProcessId, **fields: Any) -> DriverAnswer:
@@ -253,7 +254,7 @@ def resident(process: ProcessId) -> int:
 
 
 def summarise(size: int, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the medians, the GB/s, and the time beyond the driver's own time."""
+    """Return the medians, the GB/s, and the milliseconds that were not spent in driver calls."""
     row: dict[str, Any] = {"bytes": size, "repetitions": len(rounds), "rounds": list(rounds)}
     names = [*(f"{name}_seconds" for name in CALLS)]
     names += [f"{way}{part}_seconds" for way in ("suspend", "resume") for part in ("", "_driver")]
@@ -271,7 +272,7 @@ def summarise(size: int, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def against(row: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, float]:
-    """Return the speed as a ratio to the baseline; 1 means as fast as a copy."""
+    """Return each speed divided by the speed of the baseline; 1 means as fast as a copy."""
     found = {}
     for way, copy in (("suspend", "to_host"), ("resume", "to_device")):
         for kind in ("pinned", "pageable"):
@@ -281,7 +282,7 @@ def against(row: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, floa
 
 
 def fit(rows: Sequence[Mapping[str, Any]], way: str) -> dict[str, float] | None:
-    """Return the fixed seconds and the GB/s of the best line through the medians.
+    """Fit seconds = fixed seconds + size / speed to the rows; return both constants.
 
     Return None if all rows have the same size.
     """

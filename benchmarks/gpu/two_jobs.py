@@ -2,22 +2,25 @@
 # Distributed under the terms of the Modified BSD License.
 """Two jobs that each want nearly all of a GPU's memory and compute half of their time.
 
-A job fills its state on the device. Then it waits (as if for data) and computes on the whole state,
-in turns. It checks the state at its end. *Serial*: two jobs run one after the other in a plain
-ipykernel. *Shared*: two jobs run at once in Pooled GPU kernels that each ask for a share of the
-device. If both states fit, or if a move costs less time than it saves, one job computes while the
-other waits.
+A job fills its state on the device. Then it alternates between two phases of the same length: it
+waits (as if for data), and it computes on the whole state. At its end it checks the state.
+*Serial*: two jobs run one after the other in a plain ipykernel. *Shared*: two jobs run at the same
+time in Pooled GPU kernels, and each asks for a share of the device. One job can compute while the
+other job waits. This saves time if both states fit on the device, or if the moves are short enough.
 
-A slice of 90 % keeps the other job off the device, even if the slice is almost empty. A move copies
-only the bytes that the job *holds*. Two things limit these bytes here: host memory (which has both
-states during an exchange) and the time for a benchmark. The result has the number of these bytes.
-Let a job compute for ``phase`` seconds in a row, and let an exchange of two states take ``swap``
-seconds. Many rounds then take at least 0.5 + swap / (2 * phase) of the serial time. Two rounds take
-at least 0.625 + swap / (2 * phase). So large states need long phases.
+A slice of 90 % keeps the other job off the device, even if the slice is almost empty. But a move
+copies only the job's state. The size of the state is limited by host memory, which holds both
+states during an exchange, and by the time for the benchmark. The result has this size.
+
+Let a phase take ``phase`` seconds, and let an exchange of two states take ``swap`` seconds. The
+ratio of the shared time to the serial time is then at least 0.5 + swap / (2 * phase) for jobs of
+many rounds, and at least 0.625 + swap / (2 * phase) for jobs of two rounds. So large states need
+long phases.
 
 For comparison, nvshare (grgalex/nvshare at 1a8f211, thesis, figure 12.2) ran two jobs of 15 GB on a
-GPU of 16 GB. Each job computed half of its time. With turns of 1000 s, both jobs took 2,043 s at
-once, and 2,766 s one after the other: a ratio of 0.74. With turns of 5 s, the ratio was 1.26.
+GPU of 16 GB. Each job computed half of its time. With turns of 1000 s, the two jobs took 2,043 s at
+the same time, and 2,766 s one after the other: a ratio of 0.74. With turns of 5 s, the ratio was
+1.26.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ from jupyter_gpupool.emulation import real_driver_present
 
 GiB, MiB = 1 << 30, 1 << 20
 
-#: The ratio to serial that nvshare reports for its case.
+#: The ratio that nvshare reports for its two jobs: the shared time divided by the serial time.
 NVSHARE = 0.74
 
 #: Device bytes of a context.
 CONTEXT = GiB
 
-#: Bytes of state of the first case. A phase is long enough to exchange two states of this size.
+#: Bytes of a job's state in the first case. Two such states can be exchanged within one phase.
 STATE = 8 * GiB
 
 #: Host memory that stays free.
@@ -89,7 +92,7 @@ def calibrate(size):
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return the makespans in seconds and their ratios to serial."""
+    """Run, and return the seconds of each case and their ratios to the serial time."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="shorter phases")
     parser.add_argument(
@@ -102,14 +105,14 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     rounds = 2
     with ExitStack() as stack:
         pool: dict[str, Any] = {
-            # Both jobs are batch jobs without a user. So a job gets the other job's slice as soon
-            # as the other job waits for data.
+            # Nobody sits at these jobs. So the pool may take a job's slice as soon as the job waits
+            # for data, and give it to the other job.
             "quiet_after": 0.2,
             "reclaim_after": 0.0,
             "max_swap_overhead": 0.0,
             "host_memory": "95%",
-            # Sample often: until the first sample, the pool takes the requested size as the size of
-            # the state.
+            # Sample often: until its first sample of a job, the pool assumes that the job's state
+            # is as large as its request.
             "sample_interval": 0.25,
         }
         if not real:
@@ -136,7 +139,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         cases: list[dict[str, Any]] = []
 
         def case(part: float, code: str, held: int, base: float, bound: float) -> None:
-            """Run two jobs at once that ask for ``part`` of the device each."""
+            """Run two jobs at the same time; each asks for the fraction ``part`` of the device."""
             try:
                 found = both(client, int(part * card), code, bound)
             except Exception as error:
@@ -163,12 +166,11 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         case(0.4, call, size, serial, max(30.0, end - time.monotonic()))
         large = larger(cases, size, largest, rounds, phase, end) if not options.quick else 0
         if large:
-            # A phase must take as long as with the small state. So the job makes fewer passes over
-            # the larger state, and processes the same number of bytes.
+            # A phase must take as long as in the first case. So the job makes fewer passes over the
+            # larger state: it processes the same number of bytes in a phase.
             few = max(1, passes * size // large)
             slow = f"job({large}, {rounds}, {few}, {max(1, batch * size // large)}, {phase})"
-            # The phases take as long as with the small state. So the serial time of the small state
-            # is the baseline here, too.
+            # The phases are as long as in the first case. So this case has the same baseline.
             case(0.9, slow, large, serial, max(30.0, end + 25 - time.monotonic()))
     if not cases:
         raise RuntimeError(f"No two jobs have run: {problems}")
@@ -211,8 +213,8 @@ def larger(
     if not cases or not cases[0]["moves"]:
         return 0
     seconds = cases[0]["moving_seconds"] / cases[0]["moves"]
-    # The time left for moves is the total time minus the jobs' computing and waiting. The number of
-    # moves is the same as in the first case.
+    # ``left`` is the time for moves: the rest of the benchmark's time, minus the time that the jobs
+    # compute and wait. The number of moves is as in the first case.
     left = end - time.monotonic() - 10 - 2 * rounds * 2 * phase
     most = int(size * left / max(seconds * cases[0]["moves"], 0.1))
     found = min(largest, most)
@@ -221,7 +223,7 @@ def larger(
 
 
 def both(client: Client, memory: int, code: str, bound: float) -> dict[str, Any]:
-    """Run a job in each of two Pooled GPU kernels with ``memory`` bytes each; return the times."""
+    """Run a job in each of two kernels that ask for ``memory`` bytes; return the times."""
     after = journal(client, 0)[1]
     with ExitStack() as stack:
         kernels = [

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The arguments and results of an operator: on the host, and on the device."""
+"""Converts the arguments of an operator from the device to the host, and its results back."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def device_of(value: Any) -> torch.device | None:
 def refuse_elsewhere(tensor: torch.Tensor, device: torch.device) -> None:
     """Refuse an argument that is not on ``device``, as PyTorch's kernels for a GPU do.
 
-    The host could compute with such an argument, and then the program would fail only on a real
-    GPU. A host tensor without dimensions is a number, and is allowed.
+    The emulation could compute with such an argument. But then a program with this mistake would
+    fail only on a real GPU. A host tensor without dimensions is allowed, because it is a number.
     """
     if tensor.device != device and (tensor.is_cuda or tensor.dim()):
         raise RuntimeError(
@@ -66,9 +66,9 @@ def refuse_elsewhere(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 class Call:
-    """The arguments of one call, on host and device.
+    """Converts the arguments and results of one call between the host and the device.
 
-    If ``device`` is set, all tensors must be on that device.
+    If ``device`` is set, all tensors of the arguments must be on that device.
     """
 
     def __init__(self, launcher: Launcher, device: torch.device | None = None) -> None:
@@ -78,7 +78,7 @@ class Call:
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def there(self, value: Any) -> Any:
-        """Return an argument on the host, with host tensors in place of device tensors."""
+        """Return the argument with a host tensor in place of each device tensor."""
         if isinstance(value, torch.Tensor):
             if self.device is not None:
                 refuse_elsewhere(value, self.device)
@@ -103,7 +103,11 @@ class Call:
         return {id(on_host): on_host.clone() for on_host, _ in self.pairs}
 
     def here(self, value: Any, device: torch.device, new: list[Any]) -> Any:
-        """Return a result on the device; append to ``new`` the pairs that still need a copy."""
+        """Return a result with device tensors in place of host tensors.
+
+        A new device tensor has no content yet. For each, append the host tensor and the device
+        tensor to ``new``; the caller copies the content.
+        """
         if isinstance(value, torch.Tensor):
             for on_host, on_device in self.pairs:
                 if on_host is value:
@@ -121,19 +125,19 @@ class Call:
 
 
 def _dense(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a result; for an expanded result, the contiguous strides."""
+    """Return the strides for a copy of ``value``: its own, or contiguous ones if it is expanded."""
     strides = tuple(value.stride())
     expanded = any(step == 0 and size > 1 for size, step in zip(value.size(), strides, strict=True))
     return tuple(torch.empty(value.size(), device="meta").stride()) if expanded else strides
 
 
-#: The step by which each call advances the offset of a CUDA generator. The random numbers of a call
-#: depend only on the seed and the offset.
+#: Each call adds this step to the offset of a CUDA generator. The seed and the offset determine the
+#: random numbers of a call.
 _STEP = 4
 
 
 def drawn(generator: torch.Generator) -> torch.Generator:
-    """Return a generator of the host for the next call, and advance the device's generator."""
+    """Return a host generator for one call, and advance the device generator ``generator``."""
     seed, offset = generator.initial_seed(), generator.get_offset()
     generator.set_offset(offset + _STEP)
     return torch.Generator().manual_seed((seed * 1_000_003 + offset) & ((1 << 63) - 1))

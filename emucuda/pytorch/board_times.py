@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """How long an operator takes on the board whose profile the emulated machine has.
 
-The time is the larger of two: the time for the operator's bytes at the rate of the board's memory,
-and the time for its operations at the board's peak rate. So this time is a lower bound: real
-kernels reach neither rate.
+The memory of the board needs some time to move the operator's bytes. The board also needs some time
+for the operator's operations, at its peak rate. The longer of these two times counts. It is a lower
+bound, because real kernels reach neither rate.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Operators that PyTorch has only for the device, composed of operators for the host."""
+"""Host versions of operators that PyTorch has only for the device.
+
+Each function computes its operator with other operators, which PyTorch has for the host.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +98,8 @@ def _rms_norm_backward(  # noqa: PLR0917 - the operator's
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     within = list(range(inputs.dim() - len(normalized_shape), inputs.dim()))
-    # The statistics have more digits than inputs of half precision. So compute with these digits,
-    # and round only the results.
+    # ``rstd`` has a higher precision than inputs of half precision. So compute everything with the
+    # precision of ``rstd``, and round only the results.
     grads, normal = grad.to(rstd.dtype), inputs.to(rstd.dtype) * rstd
     of_inputs = of_weight = None
     if wanted[0]:
@@ -124,7 +127,8 @@ def _addmm(
     return beta * added.to(out_dtype) + alpha * _mm(one, other, out_dtype)
 
 
-#: The key is the name of the operator, with its overload if only that overload is meant.
+#: For each operator, the function that computes it on the host. The key is the operator's name.
+#: It has the name of the overload, as in "mm.dtype", if this is not the default overload.
 COMPOSITIONS = {
     "_fused_rms_norm_backward": _rms_norm_backward,
     "mm.dtype": _mm,

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Prepares PyTorch when a program on emulated devices imports it.
 
-When Python starts, a line in ``emucuda.pth`` imports this file if ``EMUCUDA_MACHINE`` is set or if
-the environment has stand-ins. PyTorch needs the stand-ins even if it finds no device. The file is
-also installed as the module ``_emucuda_pytorch``. So a starting Python imports one module, and not
-the whole package.
+When Python starts, a line in ``emucuda.pth`` imports this file. It does so only if
+``EMUCUDA_MACHINE`` is set, or if stand-ins for NVIDIA's libraries are installed: PyTorch needs the
+stand-ins even without a device. The file is also installed as the module ``_emucuda_pytorch``. So
+each start of Python imports only this small module, and not the whole package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Finder:
-    """Finds ``torch`` as usual, and acts before and after the module is loaded."""
+    """Finds ``torch`` as usual, and adds steps before and after the import runs its code."""
 
     def find_spec(
         self,
@@ -57,7 +57,7 @@ class _Finder:
 
 
 def install() -> None:
-    """Install the finder that waits for ``import torch``."""
+    """Install the finder, which acts at ``import torch``. If torch is imported, do nothing."""
     if "torch" not in sys.modules and not any(isinstance(f, _Finder) for f in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

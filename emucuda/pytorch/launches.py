@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Python functions as kernels: launched on a stream, captured into graphs, replayed with graphs.
+"""Launches Python functions as kernels, also in the capture of a graph.
 
-The function runs inside ``cuLaunchKernel`` of the built-in kernel ``emucuda_host_call``. So, like
-any kernel, it passes the guard, waits at the gate of the checkpoint lock, and takes time on its
-stream.
+The emulated driver has a kernel ``emucuda_host_call``, which calls the function. This kernel is
+launched with ``cuLaunchKernel``. So, like any launch, it passes the guard, waits while a checkpoint
+has locked the process, and takes time on its stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PTX = b""".version 7.0
 .address_size 64
 .visible .entry emucuda_host_call(.param .u64 f, .param .u64 x, .param .u64 ns) { ret; }
 """
-#: The name by which the emulated driver returns its own table (``src/export.c``).
+#: The name under which only the emulated driver exports a table of functions (``src/export.c``).
 _TABLE = b"emucuda: devices"
 _INVALID_CONTEXT = 201
 _LAUNCH_FAILED = 719
@@ -58,14 +58,14 @@ class Launcher:
         self._table = table.contents
         self._functions: dict[int, ctypes.c_void_p] = {}
         self._work: dict[int, Callable[[], None]] = {}
-        self._kept: set[int] = set()  # keys of work in graphs: kept until the process ends
+        self._kept: set[int] = set()  # the keys of work that graphs have captured
         self._keys = itertools.count(1)
         self._thread = threading.local()
         self._entry = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(self._called)
         self._address = ctypes.c_uint64(ctypes.cast(self._entry, ctypes.c_void_p).value or 0)
 
     def bytes_at(self, address: int, size: int) -> int:
-        """Return the host's address of these bytes; 0 if they are not device memory."""
+        """Return the host address of device memory; 0 if these bytes are not device memory."""
         return self._table.bytes_at(address, size) or 0
 
     def launch(
@@ -73,8 +73,8 @@ class Launcher:
     ) -> None:
         """Run ``work`` on the current stream of a device.
 
-        Use ``keep`` for a stream in capture. This call then only records ``work``, and each launch
-        of the graph runs it.
+        If the stream is in capture, set ``keep``. The capture then records ``work``, and each
+        launch of the graph runs it.
         """
         key = next(self._keys)
         self._work[key] = work
@@ -128,8 +128,8 @@ class Launcher:
         try:
             self._work[key]()
         except BaseException as error:  # launch() raises it, even a KeyboardInterrupt
-            # For the launch of a graph, no thread waits for the result. As on hardware, the error
-            # ends the context.
+            # At the launch of a graph, no thread waits for the result of this work. So nobody could
+            # raise its error. As on hardware, the failed kernel ends the context.
             if key in self._kept:
                 traceback.print_exc()
                 return _LAUNCH_FAILED

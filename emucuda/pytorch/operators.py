@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The operators of PyTorch on emulated devices.
 
-Each operator that the CUDA build registered for the device gets a new kernel: a launch that runs
-PyTorch's CPU operator on the same bytes. Autograd and autocast are layers above the operators, and
-do not change.
+PyTorch's CUDA build has registered a kernel for each operator that runs on the device. This module
+replaces these kernels. The new kernel is a launch that runs PyTorch's CPU operator on the bytes of
+the device. Autograd and autocast do not change, because they are layers above the operators.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from .launches import SHORTEST, Launcher, NotEmulatedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Operators that keep PyTorch's own code, because it works on the device's memory without a kernel.
+#: Operators that keep PyTorch's own code, because this code launches no kernel.
 NATIVE = frozenset({
     "empty", "empty_strided", "empty_like", "new_empty", "_efficientzerotensor", "resize_",
     "resize_as_", "_resize_output_", "set_", "set_data", "record_stream", "is_pinned",
     "_pin_memory", "pin_memory", "_local_scalar_dense", "item", "is_set_to",
     "_has_compatible_shallow_copy_type", "_to_copy",
 })  # fmt: skip
-#: Operators that choose one of the device's libraries before they look up a kernel.
+#: Operators that choose one of NVIDIA's libraries before PyTorch looks up a kernel. So they also
+#: need a new kernel.
 CHOOSING = ("convolution", "convolution_backward", "linalg_solve")
-#: The way to compute attention that uses only other operators, and no library.
+#: PyTorch's number for the method that computes attention from other operators, without a library.
 _PLAIN_ATTENTION = 0
 
-#: Operators that accept some host tensors, or tensors of several devices, on a real GPU as well.
+#: Operators that accept host tensors or tensors of several devices even on a real GPU. So they skip
+#: the check that all tensors are on one device.
 ANYWHERE = frozenset({
     "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
     "_ctc_loss", "_ctc_loss_backward",
@@ -139,9 +141,10 @@ class _Kernel:
         return self.durations.of(self.op, there[0], (h for h, _ in call.pairs), results)
 
     def _capture(self, call: Call, there: Any, device: torch.device) -> Any:
-        """Record the call. The operator does not run now, but its results need memory.
+        """Record the call in a graph; return its results, which have no content yet.
 
-        A call on copies of the arguments gives the sizes of the results.
+        The results need memory now, although the operator runs only at each launch of the graph. So
+        run the operator once on copies of the arguments, to get the sizes of the results.
         """
         copies = call.copied()
         trial = _replaced(there[0], copies), {n: _replaced(v, copies) for n, v in there[1].items()}
@@ -185,12 +188,12 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _no(*_: Any, **__: Any) -> bool:
-    """Return False: no operator may use one of NVIDIA's libraries."""
+    """Return False, the answer to PyTorch's question whether to use one of NVIDIA's libraries."""
     return False
 
 
 def _copier(launcher: Launcher) -> Callable[..., torch.Tensor]:
-    """Return ``copy_``, which runs PyTorch's own code if one copy call of the driver is enough."""
+    """Return the new ``copy_``. It runs PyTorch's own code if the driver can do the whole copy."""
     native = torch.ops.aten.copy_.default
     keys = DispatchKeySet(DispatchKey.CPU)  # this kernel of copy_ is the same for all devices
 
@@ -218,7 +221,10 @@ def _names() -> list[str]:
 
 
 def install() -> None:
-    """Replace the kernels of PyTorch's operators for the device; a second call does nothing."""
+    """Replace PyTorch's CUDA kernels with kernels for the emulated device.
+
+    A second call does nothing.
+    """
     global _library  # noqa: PLW0603 - it keeps them registered
     if _library is not None:
         return
@@ -234,7 +240,7 @@ def install() -> None:
         "copy_": _copier(launcher),
     }
     with warnings.catch_warnings():
-        # For each registration PyTorch warns that it replaces another kernel.
+        # Each registration replaces a kernel of PyTorch, and PyTorch warns about it.
         warnings.simplefilter("ignore")
         names = _names()
         for full in names:

@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Operators on tensors with a sparse layout.
 
-Most such operators consist of operators on the tensors' indices and values, which are dense. The
-other operators have their own kernels or call cuSPARSE. This module computes these other operators
-with PyTorch on copies in host memory. The copies are calls of the driver, so they pass the guard
-and take time. A graph cannot capture these operators.
+PyTorch computes most operators on a sparse tensor with operators on two dense tensors: the sparse
+tensor's indices and its values. For the operators in :data:`COMPUTED`, PyTorch has special CUDA
+kernels or calls cuSPARSE. This module computes the operators in :data:`COMPUTED` with PyTorch on
+copies in host memory. The driver makes the copies, so the guard sees them and they take time. A
+CUDA graph cannot capture these operators.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class _OnHost:
 
 
 def _moved(value: Any, pairs: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Return the arguments for the host; add to ``pairs`` each device tensor with its copy."""
+    """Return ``value`` with a host copy in place of each device tensor.
+
+    ``pairs`` receives each device tensor and its copy.
+    """
     if isinstance(value, torch.Tensor):
         if not value.is_cuda:
             return value

@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Libraries that PyTorch links and an emulated device cannot use: cuBLAS, cuDNN, NCCL and others.
 
-These libraries take 3 GB, and fail at the first call: they contain NVIDIA's runtime, which tests
-the driver. So for each library that is not installed, :func:`build` makes one with the names that
-PyTorch looks up. A call of such a name returns an error and prints the name. Operators do not call
-these libraries (see ``operators``).
+NVIDIA's libraries take 3 GB on the disk. On an emulated device their first call fails, because they
+contain NVIDIA's runtime, and this runtime refuses the emulated driver. So :func:`build` makes a
+stand-in for each library that is not installed. A stand-in has the names that PyTorch looks up in
+the library. A call of such a name returns an error, and the first call prints the name. PyTorch's
+operators do not need these libraries on an emulated device (see ``operators``).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def folder() -> Path:
 
 
 def _line(name: str, prefix: str) -> str:
-    if name == "cuptiGetResultString":  # with this text, the profiler runs on the host alone
+    if name == "cuptiGetResultString":  # this text makes the profiler record the host alone
         return f"TEXT_INTO({name})"
     if name.endswith(("String", "ErrorName")) or name == "ncclGetLastError":
         return f"TEXT({name})"
@@ -76,10 +77,10 @@ def _owner(prefix: str, sonames: set[str]) -> str | None:
 
 
 def wanted(libraries: list[Path]) -> dict[str, dict[tuple[str, str], str]]:
-    """Return, for each NVIDIA library that these files link, the names that they look up in it.
+    """Return the names that ``libraries`` look up in each NVIDIA library.
 
-    The inner key is a name with its version ("" for none). The value is the prefix of the name in
-    :data:`STATUS`.
+    The outer key is the file name (soname) of an NVIDIA library. The inner key is a name with its
+    symbol version ("" for none). The value is the prefix of the name in :data:`STATUS`.
     """
     sonames: set[str] = set()
     names: set[tuple[str, str]] = set()
@@ -104,9 +105,10 @@ def wanted(libraries: list[Path]) -> dict[str, dict[tuple[str, str], str]]:
 
 
 def build(torch: Path, out: Path | None = None) -> list[str]:
-    """Make each library that the PyTorch in this folder links, if it is not installed.
+    """Make a stand-in for each NVIDIA library that PyTorch links and that is not installed.
 
-    Returns the names of the libraries. Needs a C compiler and its binutils.
+    ``torch`` is the folder of PyTorch. Returns the file names of the stand-ins. Needs a C compiler
+    and the binutils.
     """
     target = out or folder()
     target.mkdir(parents=True, exist_ok=True)
@@ -121,8 +123,8 @@ def build(torch: Path, out: Path | None = None) -> list[str]:
             source = Path(folder_) / "stand_in.c"
             lines = {name: _line(name, prefix) for (name, _), prefix in names.items()}
             source.write_text(_SOURCE + "\n".join(lines.values()) + "\n")
-            # All names of one NVIDIA library have the same symbol version. It is the library's own
-            # name or another text.
+            # In one NVIDIA library, all names have the same symbol version. In some libraries this
+            # version is the file name of the library.
             version = next((v for _, v in names if v), soname)
             script = Path(folder_) / "versions"
             script.write_text(f"{version} {{ global: *; }};\n")
@@ -134,12 +136,12 @@ def build(torch: Path, out: Path | None = None) -> list[str]:
 
 
 def load(origin: str, *, emulated: bool) -> None:
-    """Load the libraries that PyTorch will look for by name: the runtime and the stand-ins.
+    """Load the emulated runtime and the stand-ins, before PyTorch looks for such libraries.
 
-    The dynamic loader uses a library that is already loaded, wherever PyTorch would look for it.
-    ``origin`` is the path of PyTorch's ``__init__.py``. If there are no emulated devices and
-    NVIDIA's runtime is installed, PyTorch gets NVIDIA's runtime, because the emulated runtime would
-    find no device.
+    When PyTorch then asks for one of these libraries by name, the dynamic loader uses the loaded
+    one. ``origin`` is the path of PyTorch's ``__init__.py``. If there are no emulated devices and
+    NVIDIA's runtime is installed, this function loads no runtime. PyTorch then gets NVIDIA's
+    runtime, because the emulated runtime would find no device.
     """
     theirs = Path(origin).parents[1].glob("nvidia/*/lib/libcudart.so.*")
     with contextlib.suppress(OSError):

@@ -146,8 +146,8 @@ CUresult arena_open_device(int device)
 
 void *arena_host(uint64_t user_address) { return (void *)(user_address + driver.delta); }
 
-/* Writes through the file. If the memory is not mapped yet, this takes a third of the time of
- * writes that cause page faults. */
+/* Writes with pwrite() into the device's memfd. A write to mapped memory causes a page fault for
+ * each new page, and takes three times as long. */
 bool arena_write(int device, uint64_t address, const char *from, uint64_t size, bool repeated)
 {
     int fd = device >= 0 ? driver.device[device].fd : -1;
@@ -167,7 +167,8 @@ bool arena_write(int device, uint64_t address, const char *from, uint64_t size, 
     return true;
 }
 
-/* Frees whole pages. A page that also has bytes of another allocation stays. */
+/* Frees the host memory of all whole pages in the range. A page that is only partly in the range
+ * stays, because it may also have bytes of another allocation. */
 void arena_punch(int device, uint64_t offset, uint64_t size)
 {
     uint64_t page = 4096, start = round_up(offset, page), end = (offset + size) / page * page;

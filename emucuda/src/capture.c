@@ -29,8 +29,8 @@ struct capture {
     struct stream *member[MAX_JOINED]; /* the first stream began the capture; NULL: the stream was
                                         * destroyed */
     unsigned members, places;
-    uint32_t clock[MAX_JOINED][MAX_JOINED]; /* [i][j]: how many steps of stream j are before stream
-                                             * i; [i][i]: all steps of stream i */
+    uint32_t clock[MAX_JOINED][MAX_JOINED]; /* [i][j]: steps of stream j that stream i has waited
+                                             * for; [i][i]: steps of stream i */
 };
 
 struct mark {
@@ -54,7 +54,7 @@ static unsigned place_of(const struct capture *c, const struct stream *s)
     return i;
 }
 
-/* With the lock held: count one more step of the stream in its capture. */
+/* Counts one more step of the stream. Call this with the lock held. */
 static void step(struct capture *c, const struct stream *s)
 {
     unsigned i = place_of(c, s);
@@ -87,8 +87,9 @@ static bool all_joined(const struct capture *c)
     return true;
 }
 
-/* With the lock held: the capture that must record the call, or NULL. If the call is on the legacy
- * stream and would have to wait for a stream in capture, the call breaks that capture. */
+/* Returns the capture that must record the call, or NULL. Call this with the lock held. A call on
+ * the legacy stream would wait for the blocking streams of its context. If one of these streams is
+ * in capture, this function breaks that capture and sets an error. */
 static struct capture *find(CUstream handle, CUresult *result)
 {
     struct stream *s;
@@ -108,8 +109,9 @@ static struct capture *find(CUstream handle, CUresult *result)
     return NULL;
 }
 
-/* Adds a node if the stream is in capture. `waits`: whether the call returns only when its work is
- * done. */
+/* Adds a node to the graph if the stream is in capture. `waits` means that the call returns only
+ * when its work is done; such a call breaks the capture. Returns true if the call must not run
+ * now. */
 static bool recording(CUstream stream, int type, bool waits, struct node **node, CUresult *result)
 {
     *result = CUDA_SUCCESS;
@@ -165,8 +167,8 @@ bool capture_host(CUstream stream, void (*function)(void *), void *data, CUresul
     return taken;
 }
 
-/* The graph of a stream in capture. This function releases the lock before it returns, because the
- * functions that add memory nodes take the lock themselves. */
+/* Returns the graph of the stream's capture, or NULL. The caller adds a memory node to the graph.
+ * The functions that add memory nodes take the lock, so this function releases the lock. */
 static struct graph *graph_of(CUstream stream, CUresult *result)
 {
     *result = CUDA_SUCCESS;
@@ -281,7 +283,8 @@ void capture_drop(struct stream *s)
     c->member[place_of(c, s)] = NULL;
     s->capture = NULL;
     __atomic_sub_fetch(&driver.captures, 1, __ATOMIC_RELAXED);
-    /* The capture's graph leaks: freeing it needs the lock, which this thread already holds. */
+    /* The capture's graph is never freed, because this thread already holds the lock that freeing
+     * the graph would take. */
     if (!--c->members)
         free(c);
 }

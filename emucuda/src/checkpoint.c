@@ -12,7 +12,7 @@
 
 #define LIVENESS_NS 20000000 /* how often a waiting caller checks that its target still lives */
 
-/* The slot of a CUDA process, if the caller may act on it. */
+/* Finds the slot of a CUDA process. Returns an error if the caller may not act on the process. */
 static CUresult find(int pid, struct slot **out)
 {
     if (pid <= 0 || !process_start(pid))
@@ -22,7 +22,8 @@ static CUresult find(int pid, struct slot **out)
     *out = machine_slot_find(pid);
     if (!*out)
         return CUDA_ERROR_NOT_INITIALIZED;
-    /* The real driver uses /proc/<pid>, which other users cannot read. */
+    /* Refuse other users, as the real driver does: it uses /proc/<pid>, which other users cannot
+     * read. */
     if (geteuid() && (*out)->uid != geteuid())
         return CUDA_ERROR_OPERATING_SYSTEM;
     return CUDA_SUCCESS;
@@ -60,10 +61,10 @@ static CUresult ask(int pid, struct slot *slot, const struct request *wanted, ui
     struct request *r = &slot->request;
     CUresult result = CUDA_ERROR_OPERATING_SYSTEM;
     if (!__atomic_load_n(&slot->service_tid, __ATOMIC_ACQUIRE))
-        return CUDA_ERROR_NOT_INITIALIZED; /* quirk init-not-enough: the process has nothing to
-                                            * suspend */
-    /* One call at a time. If the last caller died inside this lock, the target still completes its
-     * request. */
+        return CUDA_ERROR_NOT_INITIALIZED; /* with the quirk init-not-enough: after cuInit alone,
+                                            * the process has nothing to suspend */
+    /* Only one caller at a time may send a request. If the previous caller died while it held this
+     * lock, the target still completes its request, and settle() waits for that. */
     if (pthread_mutex_lock(&slot->callers) == EOWNERDEAD)
         pthread_mutex_consistent(&slot->callers);
     if (same_process(slot, pid, start) && settle(slot, pid, start)) {

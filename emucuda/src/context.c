@@ -69,7 +69,8 @@ CUresult context_new(int device, unsigned flags, struct context **out)
             return CUDA_ERROR_OUT_OF_MEMORY;
         d->charged = true;
     }
-    struct context *c = *out; /* not NULL: a primary context that has ended, and keeps its handle */
+    struct context *c = *out; /* not NULL: an ended primary context, which becomes active again with
+                               * the same handle */
     if (!c) {
         c = calloc(1, sizeof *c);
         if (!c)
@@ -92,8 +93,8 @@ CUresult context_new(int device, unsigned flags, struct context **out)
     return CUDA_SUCCESS;
 }
 
-/* The memory of the handle stays valid and is marked. A program that uses the handle later gets an
- * error, and does not crash. */
+/* Ends a context, but does not free the memory behind its handle. This memory only gets a mark. So
+ * a program that uses the handle later gets an error and does not crash. */
 void context_end(struct context *c)
 {
     c->destroyed = true;
@@ -281,8 +282,8 @@ EXPORT CUresult cuCtxSetCurrent(CUcontext c)
             depth--;
         return CUDA_SUCCESS;
     }
-    /* A primary context may be current while it is not active. The CUDA runtime makes the context
-     * current before it retains the context, and keeps the context's handle after a reset. */
+    /* Accept a primary context that is not active. The CUDA runtime makes a primary context current
+     * before it retains the context. After a reset, the runtime keeps the context's handle. */
     if (!context_known(c) && !primary_ended(c))
         return CUDA_ERROR_INVALID_CONTEXT;
     if (!depth)

@@ -15,7 +15,7 @@ static uint64_t copy_ns(uint64_t bytes, int from, int to)
     const struct rates *rates = spec_rates(&machine->spec);
     uint64_t bandwidth = 0; /* a copy from host to host takes no modelled time */
     if (from >= 0 && from == to)
-        bandwidth = rates->memory / 2; /* half the rate, because the copy reads and writes this
+        bandwidth = rates->memory / 2; /* half, because the copy both reads and writes this
                                         * memory */
     else if (from >= 0 && to >= 0)
         bandwidth = rates->copies;
@@ -73,7 +73,7 @@ static CUresult copy(uint64_t to, uint64_t from, size_t size, CUstream stream, b
     return transfer(&t, stream, wait);
 }
 
-/* Each synchronous copy, and the same call with the per-thread stream. */
+/* Defines a synchronous copy and its variant for the per-thread stream. */
 #define COPY(name, suffix, to_t, from_t)                                                     \
     EXPORT CUresult name##suffix(to_t to, from_t from, size_t size)                          \
     {                                                                                        \

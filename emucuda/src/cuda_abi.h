@@ -87,11 +87,13 @@ enum {
     CUDA_ERROR_UNKNOWN = 999,
 };
 
-/* Reserved stream handles. A null stream means LEGACY; in the _ptsz calls it means PER_THREAD. */
+/* Two stream handles with a fixed meaning. A null handle means STREAM_PER_THREAD in the _ptsz
+ * calls, and STREAM_LEGACY in all other calls. */
 #define STREAM_LEGACY ((CUstream)0x1)
 #define STREAM_PER_THREAD ((CUstream)0x2)
 
-/* cuGetProcAddress: CUdriverProcAddress_flags and CUdriverProcAddressQueryResult. */
+/* Flags and results of cuGetProcAddress. Their types in CUDA are CUdriverProcAddress_flags and
+ * CUdriverProcAddressQueryResult. */
 enum { PROC_DEFAULT = 0, PROC_LEGACY_STREAM = 1, PROC_PER_THREAD_STREAM = 2 };
 enum { PROC_FOUND = 0, PROC_NOT_FOUND = 1, PROC_TOO_NEW = 2 };
 

@@ -99,9 +99,10 @@ EXPORT CUresult cuDeviceGetLuid(char *luid, unsigned *mask, CUdevice d)
     return CUDA_ERROR_NOT_SUPPORTED; /* LUIDs exist only on Windows */
 }
 
-/* Attributes by their numbers in the Driver API. The values are those of an Ampere-class board,
- * except where the emulation lacks the feature. If the values named a later board, compilers would
- * make code that ptx/ does not interpret (wgmma). An attribute that is not listed is 0. */
+/* Returns an attribute of a device. `number` is the attribute's number in the Driver API. The
+ * values are those of an Ampere-class board; 0 stands for a feature that the emulation lacks, and
+ * for an attribute that is not listed. If the values were those of a later board, compilers would
+ * make instructions that ptx/ does not interpret (wgmma). */
 static int attribute(int number, int d)
 {
     switch (number) {

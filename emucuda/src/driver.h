@@ -60,8 +60,8 @@ struct ranges {
 
 struct device {
     uint32_t physical;  /* index in the machine; a restore onto another device changes it */
-    uint32_t pci_index; /* never changes: NVIDIA/cuda-checkpoint #48 reports a stale PCI id after a
-                         * migration */
+    uint32_t pci_index; /* the number in the PCI id; a migration does not change it, as
+                         * NVIDIA/cuda-checkpoint #48 reports */
     int fd;             /* memfd with the bytes, -1 until the first context */
     uint64_t window, window_size; /* of the user half */
     struct ranges free;
@@ -94,7 +94,7 @@ struct stream {
     unsigned flags;
     int priority;
     uint64_t id;
-    uint64_t tail; /* when all submitted work is done, CLOCK_MONOTONIC ns */
+    uint64_t tail; /* time at which all submitted work is done, in ns of CLOCK_MONOTONIC */
     bool destroyed;
     struct capture *capture; /* NULL: the stream runs work instead of recording it */
     struct stream *next;
@@ -106,8 +106,8 @@ struct event {
     unsigned flags;
     bool recorded;
     bool shared;   /* exported or imported */
-    struct mark *mark; /* not NULL: the event was last recorded in a capture, so it is a place in a
-                        * graph and has no time */
+    struct mark *mark; /* not NULL: the event was last recorded in a capture; then the event marks a
+                        * place in a graph and has no time */
     uint64_t own;  /* the time of an event that is not shared */
     uint64_t *time;
     int fd; /* file with the time of a shared event; -1: none */
@@ -146,7 +146,7 @@ struct driver {
     uint32_t inflight;       /* number of calls inside the gate; the lock waits on this futex word
                               * until it is 0 */
     uint32_t closed;         /* callers wait at the gate on this futex word */
-    uint32_t suspend_state;  /* the state PROCESS_* that the calls of this process see */
+    uint32_t suspend_state;  /* PROCESS_*; the calls of this process read this state */
     uint32_t captures;       /* number of streams in capture */
     uint32_t sticky;         /* error that ended the contexts (illegal address, lost device) */
 };
@@ -159,13 +159,14 @@ CUresult driver_check(void); /* whether the driver is initialised and this proce
 CUresult driver_sticky(void); /* the error that ended the contexts, or success */
 CUresult gate_enter(int *passed);
 void gate_leave(const int *passed);
-void gate_inside(int change); /* the thread begins or ends a host call; during it, the thread's own
-                               * calls pass the gate */
-bool gate_close(uint64_t deadline); /* false: work was still running at the deadline (0: no
-                                     * deadline) */
+void gate_inside(int change); /* 1: the thread begins a host call; -1: the thread ends a host call.
+                               * Inside a host call, the thread's own calls pass a closed gate. */
+bool gate_close(uint64_t deadline); /* closes the gate and waits for running work. Returns false if
+                                     * work is still running at the deadline; 0 means no
+                                     * deadline. */
 void gate_open(void);
-bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the process crashes in this
-                                * call */
+bool sync_returns_early(void); /* returns true while the process is LOCKED; crashes the process
+                                * while it is CHECKPOINTED or FAILED */
 
 /* The first line of every call that reaches a device: waits while the process is locked. */
 #define GATED                                                          \
@@ -183,8 +184,8 @@ bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the proc
             return check_result_;                   \
     } while (0)
 
-/* These checks of arguments come before GATED or CHECKED, because NVIDIA's libraries make them
- * before their check for cuInit (tests/driver_records). */
+/* Put these checks of arguments before GATED or CHECKED. NVIDIA's libraries also check such
+ * arguments first, and then check that cuInit has run (tests/driver_records). */
 #define REQUIRE(condition)                          \
     do {                                            \
         if (!(condition))                           \
@@ -214,8 +215,9 @@ CUresult arena_init(void);
 CUresult arena_open_device(int device);
 void *arena_host(uint64_t user_address); /* the alias address of a device address */
 #define ARENA_PIECE 65536
-/* Writes many bytes to device memory. With `repeated`, writes the same ARENA_PIECE bytes
- * repeatedly. Returns false if the caller must write through the alias instead. */
+/* Writes `size` bytes to device memory. With `repeated`, `from` has ARENA_PIECE bytes, and the
+ * function writes them again and again. If the function returns false, the caller must write
+ * through the alias half. */
 bool arena_write(int device, uint64_t address, const char *from, uint64_t size, bool repeated);
 void arena_punch(int device, uint64_t file_offset, uint64_t size);
 void arena_poison(bool poisoned);
@@ -229,14 +231,14 @@ bool ranges_give(struct ranges *ranges, uint64_t start, uint64_t size);
 struct allocation *allocation_find(uint64_t address);
 struct allocation *allocation_add(const struct allocation *a); /* NULL: the host has no memory */
 void allocation_remove(struct allocation *a);
-/* `charge` is false for pool memory: the function then charges nothing, and does not round the size
- * up to device pages. */
+/* Allocates device memory. The caller sets `charge` to false for pool memory. The function then
+ * charges no bytes, and does not round the size up to device pages. */
 CUresult device_allocate(int device, uint64_t size, bool charge, struct allocation *out);
 void device_release(const struct allocation *a, bool charge);
 void host_release(const struct allocation *a); /* for host or managed memory */
 void managed_count(int change);
-/* Finds the address at which the host can reach the bytes. `device`: visible ordinal, or -1 for
- * host memory. */
+/* Sets `*host` to the address at which the host can reach the bytes. Sets `*device` to the visible
+ * ordinal of their device, or to -1 for host memory. */
 CUresult resolve(uint64_t address, uint64_t size, void **host, int *device);
 
 /* ---- pool.c ---- */
@@ -294,18 +296,20 @@ uint64_t driver_tail(const struct context *context); /* NULL: over all contexts 
 /* The shape of a launch. */
 struct launch {
     unsigned grid[3], block[3];
-    unsigned shared;  /* bytes of dynamic shared memory, without the kernel's own */
+    unsigned shared;  /* bytes of dynamic shared memory; the kernel's static shared memory is
+                       * extra */
     bool cooperative; /* all blocks exist at the same time */
 };
 
-/* ---- copy.c, launch.c: calls that have passed the gate, and that are never captured ---- */
+/* ---- copy.c, launch.c: these functions run work at once. The caller has passed the gate. No
+ * capture records the work. ---- */
 CUresult copy_now(const CUDA_MEMCPY3D *p, CUstream stream);
 CUresult fill_now(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream);
 CUresult launch_now(CUfunction kernel, CUstream stream, const struct launch *launch, void **params);
 CUresult host_now(CUstream stream, void (*function)(void *), void *data);
 
-/* ---- capture.c: each returns true if it has recorded the call, or refused it (see *result), so
- * that the call does not run ---- */
+/* ---- capture.c: each function returns true if the call must not run. A capture has then recorded
+ * the call, or `*result` has the reason why the capture refuses the call. ---- */
 bool capture_copy(CUstream stream, const CUDA_MEMCPY3D *p, bool wait, CUresult *result);
 bool capture_fill(CUstream stream, const CUDA_MEMSET_NODE_PARAMS *p, bool wait, CUresult *result);
 bool capture_launch(CUstream stream, CUfunction kernel, const struct launch *launch, void **params,
@@ -314,7 +318,8 @@ bool capture_host(CUstream stream, void (*function)(void *), void *data, CUresul
 bool capture_alloc(CUstream stream, size_t size, struct pool *pool, CUdeviceptr *out, CUresult *result);
 bool capture_free(CUstream stream, uint64_t address, CUresult *result);
 bool capture_event(CUstream stream, struct event *event, bool wait, CUresult *result);
-/* For a call that a capture does not allow. If `context` is NULL, the call is about the stream. */
+/* For a call that a capture does not allow: breaks the capture and returns true. Looks at all
+ * streams of `context`; if `context` is NULL, looks at `stream`. */
 bool capture_refuses(CUstream stream, const struct context *context, CUresult *result);
 void capture_drop(struct stream *stream); /* call this with the lock held when the stream ends */
 void event_unmark(struct event *event);

@@ -133,7 +133,7 @@ static int find(CUresult code)
     return -1;
 }
 
-/* If `out` is null, this is a segmentation fault, as in the driver. */
+/* If `name` is null, this call causes a segmentation fault, as in the real driver. */
 EXPORT CUresult cuGetErrorName(CUresult code, const char **name)
 {
     int i = find(code);

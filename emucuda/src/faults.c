@@ -93,8 +93,8 @@ static bool parse_fault(char *line, struct fault *out)
     return true;
 }
 
-/* `whose`: the name of the environment variable that has the text. NULL: the text comes from the
- * file, which Python has checked. */
+/* `whose` is the name of the environment variable that contains the text. If `whose` is NULL, the
+ * text comes from the faults file, which Python has already checked. */
 static void parse_table(char *text, struct fault_table *table, const char *whose)
 {
     char *save = NULL;
@@ -165,8 +165,8 @@ static void identify(const struct stat *st, uint64_t identity[3])
     identity[2] = (uint64_t)st->st_size;
 }
 
-/* Call this with the lock held. Returns whether the shared table was read from this version of the
- * file. */
+/* Returns true if the shared table was read from this version of the file. Call this with the lock
+ * held. */
 static bool same_file(const struct stat *st)
 {
     uint64_t identity[3];
@@ -174,9 +174,10 @@ static bool same_file(const struct stat *st)
     return !memcmp(identity, machine->faults_identity, sizeof identity);
 }
 
-/* Python changes faults_touch when it changes the file, so one read of faults_touch shows whether
- * the file has changed. With `look`, this function also notices a file that was edited by hand.
- * NVML and checkpoint calls set `look`, because the time of a stat() does not matter there. */
+/* Reads the faults file again if it has changed. Python changes faults_touch whenever it changes
+ * the file. So without `look`, this function only compares faults_touch. With `look`, it also calls
+ * lstat(), and so notices an edit by hand. NVML and checkpoint calls set `look`, because the time
+ * of lstat() does not matter there. */
 static void refresh(bool look)
 {
     uint64_t touch = __atomic_load_n(&machine->faults_touch, __ATOMIC_ACQUIRE);
@@ -185,7 +186,7 @@ static void refresh(bool look)
     char path[4096];
     struct stat st;
     snprintf(path, sizeof path, "%s/faults", machine_state_dir());
-    if (lstat(path, &st)) /* lstat() is faster than open(), and the file has rarely changed */
+    if (lstat(path, &st)) /* the file has rarely changed, and lstat() is faster than open() */
         memset(&st, 0, sizeof st);
     machine_lock();
     if (!same_file(&st)) {
@@ -197,8 +198,8 @@ static void refresh(bool look)
         if (fd >= 0)
             close(fd);
     }
-    /* Store the value that was loaded before the file was read, so that the next call notices a
-     * later change. */
+    /* Store the value that faults_touch had before this function read the file. If Python has
+     * changed the file since then, the next call notices the change. */
     __atomic_store_n(&machine->faults_seen, touch, __ATOMIC_RELEASE);
     machine_unlock();
 }

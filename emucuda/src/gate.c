@@ -28,7 +28,8 @@ static void leave(void)
         futex_wake(&driver.inflight, false);
 }
 
-/* If a device is lost, the contexts of the process end permanently. */
+/* Returns the error that has ended the contexts, or success. If a device is lost, the contexts of
+ * the process end permanently. */
 CUresult driver_sticky(void)
 {
     uint32_t error = __atomic_load_n(&driver.sticky, __ATOMIC_RELAXED);
@@ -42,8 +43,8 @@ CUresult driver_sticky(void)
     return CUDA_SUCCESS;
 }
 
-/* Not 0 inside a host call. The lock waits for the end of the host call, so a call that the host
- * function makes must not wait for the lock. */
+/* Not 0 while this thread is inside a host call. The lock waits for the end of the host call. So a
+ * call that the host function makes must not wait for the lock, or both would wait endlessly. */
 static __thread int inside;
 
 void gate_inside(int change) { inside += change; }

@@ -275,8 +275,8 @@ EXPORT CUresult cuGraphAddChildGraphNode(CUgraphNode *out, CUgraph g, const CUgr
     if (graph_bad(child) || child == g)
         return CUDA_ERROR_INVALID_VALUE;
     if (has_memory(child->first))
-        /* Drivers before CUDA 12.9 refuse this, too. CUDA 12.9 introduced ownership of child
-         * graphs. */
+        /* Drivers before CUDA 12.9 also refuse a child graph with memory nodes. CUDA 12.9
+         * introduced ownership of child graphs, which the emulation lacks. */
         return CUDA_ERROR_NOT_SUPPORTED;
     struct graph *copy;
     CUresult result = graph_copy(child, &copy);

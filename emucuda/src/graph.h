@@ -12,8 +12,8 @@
 enum node_type { NODE_KERNEL = 0, NODE_MEMCPY = 1, NODE_MEMSET = 2, NODE_HOST = 3, NODE_GRAPH = 4,
                  NODE_EMPTY = 5, NODE_ALLOC = 10, NODE_FREE = 11 };
 
-/* Memory of an allocation node. The address lives as long as the graphs that use it. The bytes live
- * from a launch until a node or the program frees them. */
+/* The memory of an allocation node. Its address stays reserved as long as a graph uses the memory.
+ * Its bytes exist from a launch until a free node or the program frees them. */
 struct graph_memory {
     uint64_t address, size, extent;
     int device;
@@ -55,7 +55,7 @@ static inline bool graph_bad(const struct graph *g) { return !g || g->magic != M
 struct graph *graph_new(void);
 void graph_delete(struct graph *graph);
 struct node *node_add(struct graph *graph, int type); /* NULL: the host has no memory */
-/* The memory nodes of both graphs share their memory. */
+/* Copies a graph. A memory node and its copy use the same memory. */
 CUresult graph_copy(const struct graph *from, struct graph **to);
 void node_drop_last(struct graph *graph, struct node *node);
 CUresult node_set_launch(struct node *node, struct kernel *k, const struct launch *launch, void **params);

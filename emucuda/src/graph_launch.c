@@ -166,9 +166,9 @@ static CUresult run(const struct node *first, CUstream stream)
     return result;
 }
 
-/* Prepares the memory of a launch. If an earlier launch has left memory allocated, returns an
- * error. With AUTO_FREE_ON_LAUNCH, frees that memory instead. A launch takes its memory before it
- * runs any node, so a launch without enough memory runs no node. */
+/* Takes the memory of a launch before any node runs. So a launch without enough memory runs no
+ * node. If memory of an earlier launch is still allocated, this function returns an error; with
+ * AUTO_FREE_ON_LAUNCH, it frees that memory instead. */
 static CUresult prepare(struct executable *e)
 {
     CUresult result = CUDA_SUCCESS;
@@ -189,8 +189,8 @@ EXPORT CUresult cuGraphLaunch(CUgraphExec e, CUstream stream)
     CUresult result;
     if (executable_bad(e))
         return CUDA_ERROR_INVALID_VALUE;
-    if (capture_refuses(stream, NULL, &result)) /* to record this, the capture would need a child
-                                                 * graph node */
+    if (capture_refuses(stream, NULL, &result)) /* a capture could record this launch only as a
+                                                 * child graph node */
         return result;
     result = prepare(e);
     return result ? result : run(e->graph->first, stream);

@@ -9,7 +9,8 @@
 #include <stdlib.h>
 
 #define SMS 132u     /* the same as in cuDeviceGetAttribute */
-#define SMS_UNIT 8u  /* the smallest size of a partition; each size is a multiple of it */
+#define SMS_UNIT 8u  /* size of the smallest partition; the size of each partition is a multiple of
+                      * this */
 
 struct resource_desc {
     unsigned sms;

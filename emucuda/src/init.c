@@ -73,8 +73,8 @@ static void choose_visible(void)
 
 static void in_forked_child(void)
 {
-    /* Close the files: otherwise a child that outlives its parent would keep the parent's device
-     * memory. */
+    /* Close the parent's device files. A child with open files could outlive its parent and keep
+     * the parent's device memory. */
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].fd >= 0)
             close(driver.device[i].fd);
@@ -114,8 +114,8 @@ static CUresult initialise(void)
     machine_device_file(true);
     for (int i = 0; i < driver.count; i++)
         machine_gpu_file(driver.device[i].physical);
-    /* Observed with 580.159.04: after cuInit alone the process has its restore thread, and a
-     * suspend frees 0 bytes. */
+    /* Observed with driver 580.159.04: cuInit alone starts the process's restore thread, and a
+     * suspend of such a process frees 0 bytes. */
     if (fault_active(FAULT_INIT_NOT_ENOUGH, getpid(), -1, NULL))
         return CUDA_SUCCESS;
     return service_start();
@@ -126,15 +126,16 @@ EXPORT CUresult cuInit(unsigned flags)
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
-    /* This process is the child of a fork(). If cuInit succeeded in the parent, all drivers return
-     * NOT_INITIALIZED, according to reports. If cuInit found no device in the parent, drivers 550
-     * and 555 return OPERATING_SYSTEM (observed). */
+    /* This process is the child of a fork(). If cuInit succeeded in the parent, cuInit in the child
+     * returns NOT_INITIALIZED with all drivers (reported, not observed). If cuInit found no device
+     * in the parent, cuInit in the child returns OPERATING_SYSTEM with drivers 550 and 555
+     * (observed). */
     if (driver_alive && !*driver_alive)
         return driver.initialised ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&once);
-    /* The answer "no device" is not final: 580.159.04 looks for devices again at the next call, and
-     * also reads CUDA_VISIBLE_DEVICES again. A conflict with another machine in the state directory
-     * is not final either. */
+    /* Try again after two errors. After "no device", driver 580.159.04 looks for devices again at
+     * the next call, and reads CUDA_VISIBLE_DEVICES again. A conflict with another machine in the
+     * state directory may also have ended. */
     if (init_result < 0 || init_result == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH || init_result == CUDA_ERROR_NO_DEVICE)
         init_result = initialise();
     CUresult result = init_result;

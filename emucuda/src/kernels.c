@@ -35,7 +35,8 @@ static uint32_t u32(void **params, int i)
     return value;
 }
 
-/* Finds the bytes of `count` elements at the pointer in parameter `i`. */
+/* Sets `*host` to the bytes of `count` elements. Parameter `i` of the kernel is the pointer to
+ * them, and `unit` is the size of an element. */
 static CUresult operand(void **params, int i, uint64_t count, unsigned unit, void **host)
 {
     uint64_t address = u64(params, i);
@@ -44,7 +45,7 @@ static CUresult operand(void **params, int i, uint64_t count, unsigned unit, voi
     if (address % unit || count > INT64_MAX / unit)
         return CUDA_ERROR_ILLEGAL_ADDRESS;
     pthread_mutex_lock(&driver.lock);
-    /* A kernel can use only memory that the driver knows, also if it is host memory. */
+    /* A kernel can use only memory in the driver's tables. This also holds for host memory. */
     CUresult result = resolve(address, count * unit, host, NULL);
     if (!result && *host == (void *)address && !allocation_find(address))
         result = CUDA_ERROR_ILLEGAL_ADDRESS;
@@ -104,9 +105,8 @@ static CUresult illegal_address(void **params)
     return CUDA_ERROR_ILLEGAL_ADDRESS;
 }
 
-/* Runs a function of the program on the host, in place of a kernel. The call is launched, captured
- * and replayed like a kernel. The function returns 0, or the error with which the launch ends the
- * context. */
+/* Runs a function of the program on the host. The program launches, captures and replays the call
+ * like a kernel. The function returns 0 or an error; an error ends the context. */
 static CUresult host_call(void **params)
 {
     CUresult (*function)(uint64_t) = (CUresult(*)(uint64_t))(uintptr_t)u64(params, 0);

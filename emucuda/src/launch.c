@@ -46,8 +46,9 @@ CUresult launch_now(CUfunction k, CUstream stream, const struct launch *launch, 
     return CUDA_SUCCESS;
 }
 
-/* Parameters may also come as one buffer, with the tags CU_LAUNCH_PARAM_BUFFER_POINTER (1), _SIZE
- * (2) and end (0). */
+/* Returns the kernel's parameters as a list. The caller may pass them in one buffer. Then `extra`
+ * has pairs of a tag and a value. The tags are CU_LAUNCH_PARAM_BUFFER_POINTER (1),
+ * CU_LAUNCH_PARAM_BUFFER_SIZE (2) and CU_LAUNCH_PARAM_END (0). */
 void **launch_params(CUfunction k, void **params, void **extra, void **list)
 {
     char *buffer = NULL;

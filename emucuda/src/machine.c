@@ -37,7 +37,7 @@ uint64_t now_ns(void)
 
 void sleep_until(uint64_t ns)
 {
-    if (now_ns() >= ns) /* without this check, each call would cost a system call of 20 us */
+    if (now_ns() >= ns) /* avoids a system call, which takes 20 us */
         return;
     struct timespec t = {(time_t)(ns / 1000000000ull), (long)(ns % 1000000000ull)};
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL) == EINTR)
@@ -80,7 +80,8 @@ void pci_bus_id(unsigned device, char *out, size_t size)
 /* The UUIDs are deterministic: a state directory always has the same devices. */
 static void make_uuid(unsigned device, uint8_t out[16])
 {
-    uint64_t h = 0xcbf29ce484222325ull; /* FNV-1a over the path, then splitmix64 for each half */
+    uint64_t h = 0xcbf29ce484222325ull; /* FNV-1a hashes the path; splitmix64 then makes each
+                                         * half */
     for (const char *p = state_dir; *p; p++)
         h = (h ^ (uint8_t)*p) * 0x100000001b3ull;
     for (unsigned half = 0; half < 2; half++) {
@@ -122,7 +123,7 @@ static struct machine *map_file(const char *path)
     return NULL;
 }
 
-/* The caller holds the lock file exclusively, so no other process uses the machine. */
+/* The caller holds the exclusive lock, so no other process uses the machine. */
 static struct machine *create_file(const char *path, const struct spec *spec)
 {
     char temporary[PATH_MAX + 16];
@@ -145,8 +146,8 @@ static struct machine *create_file(const char *path, const struct spec *spec)
     m->abi = MACHINE_ABI;
     m->size = sizeof *m;
     m->spec = *spec;
-    m->faults_touch = 1; /* makes each process read the faults file, because the file may be
-                          * older than the machine */
+    m->faults_touch = 1; /* not 0, so that each process reads the faults file: the file may be older
+                          * than the machine */
     init_mutex(&m->lock);
     for (unsigned i = 0; i < spec->count; i++)
         make_uuid(i, m->uuid[i]);
@@ -171,8 +172,8 @@ static int prepare_state_dir(void)
     struct stat st;
     if (lstat(dir, &st))
         return -1;
-    /* The directory has a predictable name in a directory where everybody can write. So accept it
-     * only if it belongs to this user. */
+    /* The default directory has a predictable name in /dev/shm, where every user can write. So
+     * accept the directory only if it belongs to this user. */
     if (own && (!S_ISDIR(st.st_mode) || st.st_uid != geteuid()))
         return -1;
     if (!realpath(dir, resolved) || strlen(resolved) >= sizeof state_dir)
@@ -203,8 +204,8 @@ static int attach(const struct spec *spec)
             }
             munmap(m, sizeof *m);
         }
-        /* Another process may take the lock while this process changes its exclusive lock to a
-         * shared lock. So check the file again. */
+        /* flock() changes the exclusive lock to a shared lock in two steps. Another process may
+         * take the lock between the steps and create the machine again. So check the file again. */
         while (flock(lock_fd, LOCK_SH) && errno == EINTR)
             ;
         m = map_file(path);
@@ -221,9 +222,10 @@ static int attach(const struct spec *spec)
     return MACHINE_BAD;
 }
 
-/* POSIX locks of single bytes, independent of the flock() of the whole file. A child of a fork()
- * does not inherit them, and the end of the process or an execve() releases them. F_GETLK returns
- * the holder's pid as a number in the asking process's namespace. */
+/* Describes the POSIX lock of one byte of the lock file. Each slot has its own byte. These locks
+ * are independent of the flock() of the whole file. A child of a fork() does not inherit them. The
+ * end of the process or an execve() releases them. F_GETLK returns the holder's pid in the PID
+ * namespace of the process that asks. */
 static struct flock byte_of(unsigned slot)
 {
     return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = slot, .l_len = 1};
@@ -255,7 +257,8 @@ uint64_t machine_space(void)
     return found;
 }
 
-/* The caller holds open_mutex. `fd` is negative while the file is closed. */
+/* Opens or closes a file. `*fd` is negative while the file is closed. The caller holds
+ * open_mutex. */
 static void hold_file(int *fd, const char *name, bool open_it)
 {
     char path[PATH_MAX];

@@ -35,15 +35,15 @@ struct spec {
     uint64_t context;
     uint64_t bandwidth;
     uint64_t reserved;
-    uint64_t profile; /* number of the board whose times to model, see spec.c; 0: as fast as the
-                       * host */
+    uint64_t profile; /* number of the board in spec.c whose times the machine models; 0: no board,
+                       * the machine is as fast as the host */
 };
 
 /* Rates of a profile, bytes/s; 0: unlimited. */
 struct rates {
     uint64_t copies;  /* between host and device */
     uint64_t memory;  /* reads and writes of the device's own memory */
-    uint64_t suspend; /* from the device into the process's own memory, which is pageable */
+    uint64_t suspend; /* from the device into the process's own pageable memory */
     uint64_t resume;
     uint64_t begin_suspend, begin_resume; /* ns that pass before the first byte moves */
 };
@@ -62,8 +62,8 @@ enum fault_kind {
     FAULT_DEVICE_LOST,
     FAULT_NVML_MISSING_PIDS,
     FAULT_HANG,
-    /* Quirks. Each quirk selects one of two possible behaviours, because real drivers may
-     * differ. */
+    /* Quirks. Real drivers may differ in some behaviours. Each quirk selects the other behaviour of
+     * two possible ones. */
     FAULT_RESIDUE,
     FAULT_NVML_LESS,
     FAULT_NVML_WAITS,
@@ -85,16 +85,16 @@ enum fault_kind {
 struct fault {
     uint32_t kind;
     uint32_t used;     /* how often the fault has struck */
-    uint64_t id;       /* identity of the fault's line in the file; a change of other lines does not
-                        * reset `used` */
+    uint64_t id;       /* identity of the fault: `id=` in its line of the file, or a hash of the
+                        * line; if other lines change, the fault keeps `used` */
     int64_t pid;       /* -1: any process */
     int64_t device;    /* index in the machine, -1: any device */
     int64_t count;     /* how often the fault may strike, -1: always */
     uint64_t bandwidth; /* slow-copies: bytes/s */
     uint64_t bytes;     /* bytes of device memory, for faults about a size */
     uint64_t ms;        /* delay of NVML's answer */
-    int64_t number;     /* nvml-host-pids: the pid that NVML lists; -1: a pid that no process here
-                         * has */
+    int64_t number;     /* nvml-host-pids: the pid that NVML lists; -1: NVML lists a pid that no
+                         * process here can have */
     uint32_t code;     /* CUresult or Xid to report, 0: the default */
     char op[16];       /* hang: the call that hangs; "": any call */
 };
@@ -104,7 +104,7 @@ struct fault_table {
     struct fault fault[MAX_FAULTS];
 };
 
-/* A request of a checkpoint call to the service thread of the call's target. */
+/* A request that a checkpoint call sends to the service thread of its target process. */
 enum request_op { OP_STATE = 1, OP_LOCK, OP_CHECKPOINT, OP_RESTORE, OP_UNLOCK };
 
 struct request {
@@ -123,8 +123,8 @@ struct request {
 
 struct busy {
     uint64_t bucket[BUSY_BUCKETS]; /* (absolute bucket number << 32) | busy ns */
-    uint64_t from, until;          /* the latest interval that is too long for `bucket`,
-                                    * CLOCK_MONOTONIC ns */
+    uint64_t from, until;          /* begin and end, CLOCK_MONOTONIC ns, of the latest busy interval
+                                    * that is too long for `bucket` */
 };
 
 struct slot {
@@ -138,25 +138,27 @@ struct slot {
                           * 0 */
     uint32_t shared;     /* number of live exports and imports; a checkpoint is possible only at
                           * 0 */
-    uint64_t suspended; /* bytes that the host holds while the process is checkpointed */
+    uint64_t suspended; /* bytes of device memory that the host stores while the process is
+                         * checkpointed */
     uint64_t used[MAX_DEVICES]; /* bytes charged on each device, contexts included */
     uint64_t had[MAX_DEVICES];  /* while suspended: the charge before the suspend */
     uint64_t suspended_at;      /* CLOCK_MONOTONIC ns */
     uint64_t charged_at;        /* when the process was charged first; 0: never */
     uint32_t moving;            /* a checkpoint or a restore is copying now */
-    uint32_t asleep;            /* futex word: 1 from the lock to the unlock; the process's NVML
-                                 * calls wait until it is 0 */
+    uint32_t asleep;            /* futex word: 1 while the process is locked or suspended; the
+                                 * process's NVML calls wait until it is 0 */
     struct busy busy[MAX_DEVICES];
     struct request request;
-    pthread_mutex_t callers; /* allows one checkpoint call at a time; outlives the slot's owner */
+    pthread_mutex_t callers; /* a checkpoint call holds it, so only one call runs at a time; a later
+                              * owner of the slot uses the same mutex */
 };
 
 struct machine {
     uint64_t magic;
     uint32_t abi;
     uint32_t size;
-    uint64_t faults_touch; /* at offset 16: Python writes here to announce that the faults file has
-                            * changed */
+    uint64_t faults_touch; /* at offset 16; Python changes this value to announce that the faults
+                            * file has changed */
     struct spec spec;
     uint64_t faults_seen;             /* value of faults_touch when the table was read */
     uint64_t faults_identity[3];      /* inode, mtime and size of the file that was read */
@@ -173,22 +175,23 @@ struct machine {
 
 _Static_assert(offsetof(struct machine, faults_touch) == 16, "faults.py writes there");
 
-/* Maps the machine that the environment describes. Idempotent, thread-safe. Returns one of: */
+/* Maps the machine that the environment describes. A second call does nothing, and any thread may
+ * call this function. It returns one of these values: */
 enum { MACHINE_OK = 0, MACHINE_NONE, MACHINE_BAD, MACHINE_CONFLICT };
 int machine_open(void);
 extern struct machine *machine; /* NULL until machine_open() succeeded */
 const char *machine_state_dir(void);
-/* Opens the machine's control file, `<state>/nvidiactl`, or closes it together with the files of
- * all GPUs. The file has the role of /dev/nvidiactl: while a process has the file open, the driver
- * cannot be replaced. */
+/* Opens or closes the machine's control file, `<state>/nvidiactl`. This file plays the part of
+ * /dev/nvidiactl: while a process has it open, the driver cannot be replaced. A close also closes
+ * the files of all GPUs. */
 void machine_device_file(bool open_it);
 /* Opens the file of one GPU, `<state>/nvidia<index>`. The GPU cannot be reset while a process has
  * the file open. */
 void machine_gpu_file(unsigned index);
 
-/* A process holds the lock of its slot until it ends, so that processes of other PID namespaces can
- * find the process. A real driver is part of the operating system, so it finds the processes of all
- * namespaces without such a lock. */
+/* Takes the lock of a slot. A process holds the lock of its slot until it ends, so that processes
+ * of other PID namespaces can find the process. A real driver needs no such lock: it is part of the
+ * operating system and sees the processes of all namespaces. */
 void machine_hold(unsigned slot);
 pid_t machine_holder(unsigned slot); /* the holder's pid in this namespace; 0: the holder has no pid
                                       * here; -1: no process holds the lock */
@@ -202,8 +205,8 @@ void machine_reap(void);
 struct slot *machine_slot_take(void);       /* takes a slot for the caller; NULL: no slot is free */
 struct slot *machine_slot_find(pid_t pid);  /* the slot of a live CUDA process, or NULL */
 bool slot_alive(const struct slot *slot);
-/* The process's pid in this namespace, as the operating system translates it; 0: the process has no
- * pid here, or has ended. */
+/* Returns the pid of the slot's process in this PID namespace. Returns 0 if the process has no pid
+ * in this namespace, or has ended. */
 pid_t slot_number(const struct slot *slot);
 uint64_t process_start(pid_t pid); /* 0: the process does not exist, or is dead */
 
@@ -224,15 +227,16 @@ void uuid_text(const uint8_t uuid[16], char out[41]); /* "GPU-xxxxxxxx-..." */
 void device_name(char *out, size_t size);
 void pci_bus_id(unsigned device, char *out, size_t size);
 
-/* Faults. `device` < 0: no particular device. Each hit of a fault with a count reduces the
- * count. */
+/* Returns true if a fault of this kind applies to the process, device and call, and adds 1 to the
+ * fault's `used`. `device` < 0: any device. A fault with a count no longer applies when `used` has
+ * reached the count. */
 bool fault_hit(enum fault_kind kind, pid_t pid, int device, const char *op, struct fault *out);
-/* Like fault_hit(), but does not reduce the count. */
+/* Like fault_hit(), but does not change `used`, and applies to any call. */
 bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out);
 bool faults_pending(void); /* a cheap check whether any fault may be set */
 bool device_is_lost(unsigned device);
-/* The bandwidth of a copy: the machine's bandwidth, or the rate of its profile if the machine has
- * no bandwidth. A fault may lower the result. 0: unlimited. */
+/* Returns the bandwidth of a copy in bytes/s; 0: unlimited. This is the machine's bandwidth. If the
+ * machine has none, it is `profile_rate`. A fault may lower the result. */
 uint64_t copy_bandwidth(unsigned device, uint64_t profile_rate);
 uint64_t device_residue(unsigned device); /* bytes in use that belong to no process */
 

@@ -61,8 +61,9 @@ void allocation_remove(struct allocation *a)
     memmove(a, a + 1, (driver.allocations - i) * sizeof *a);
 }
 
-/* As on hardware, device memory is allocated in 2 MiB pages. Small allocations share a page, so
- * each small allocation is charged only for its own size, rounded up to 512 bytes. */
+/* Allocates device memory in pages of 2 MiB, as the hardware does. Allocations below 1 MiB share
+ * pages. The process is charged only for the size of such an allocation, rounded up to 512
+ * bytes. */
 CUresult device_allocate(int device, uint64_t size, bool charge, struct allocation *out)
 {
     struct device *d = &driver.device[device];
@@ -112,7 +113,7 @@ CUresult resolve(uint64_t address, uint64_t size, void **host, int *device)
     return CUDA_SUCCESS;
 }
 
-/* A process with live managed memory cannot be checkpointed. */
+/* Counts live managed allocations. A process that has any cannot be checkpointed. */
 void managed_count(int change)
 {
     __atomic_add_fetch(&driver.slot->managed, (uint32_t)change, __ATOMIC_ACQ_REL);
@@ -202,8 +203,8 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
     return result;
 }
 
-/* ---- host and managed memory: anonymous pages that host and device reach by the same address
- * ---- */
+/* ---- host and managed memory: these pages are anonymous, and the host and the device use the same
+ * address for them ---- */
 
 static CUresult host_allocate(void **out, size_t size, unsigned flags, int kind)
 {
@@ -337,7 +338,7 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free, size_t *total)
 EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr p)
 {
     if (!base && !size)
-        return CUDA_SUCCESS; /* the driver does not check a call that asks for no result */
+        return CUDA_SUCCESS; /* if the caller asks for no result, the driver checks nothing */
     CHECKED;
     pthread_mutex_lock(&driver.lock);
     struct allocation *a = allocation_find(p);

@@ -39,8 +39,8 @@ static void parse_params(struct kernel *k, const char *p)
     while (*p && *p != ')' && k->params < MAX_PARAMS) {
         uint32_t unit = 0, align = 0, many = 1;
         const char *stop = p + strcspn(p, ",)");
-        bool pointer = false; /* after .ptr, .align is the alignment of the memory that the pointer
-                               * points to */
+        bool pointer = false; /* after .ptr, .align does not describe the parameter, but the memory
+                               * that the parameter points to */
         for (const char *q = p; q < stop; q++) {
             unsigned number;
             if (!strncmp(q, ".ptr", 4))

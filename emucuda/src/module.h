@@ -17,9 +17,9 @@ struct kernel {
     uint32_t params;
     uint32_t offset[MAX_PARAMS], size[MAX_PARAMS];
     int dynamic_shared;
-    struct code *code[MAX_DEVICES]; /* the kernel compiled for a launch on that device: ptx/ */
-    uint64_t storage[MAX_DEVICES];  /* the address of the variables of the kernel's module when the
-                                     * kernel was compiled */
+    struct code *code[MAX_DEVICES]; /* [d]: the kernel's compiled code for device d, see ptx/ */
+    uint64_t storage[MAX_DEVICES];  /* [d]: on device d, the address that the module's variables had
+                                     * when the kernel was compiled */
     struct kernel *next;
 };
 
@@ -32,8 +32,8 @@ struct module {
     struct module *next;
 };
 
-/* launch.c: returns the parameters as a list. If they came as a buffer, makes the list in
- * `list`. */
+/* launch.c: returns a list of pointers to the parameters. If the caller passed one buffer in
+ * `extra`, the function fills `list` and returns it. */
 void **launch_params(CUfunction k, void **params, void **extra, void **list);
 
 bool launch_bad(const struct launch *launch); /* launch.c: whether the shape of the launch is

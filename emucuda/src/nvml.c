@@ -154,9 +154,9 @@ EXPORT nvmlReturn nvmlSystemGetProcessName(unsigned pid, char *out, unsigned len
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return NVML_ERROR_NOT_FOUND;
-    ssize_t n = read(fd, out, length - 1); /* the file has the program's name and then its
-                                            * arguments; NVML reports the text up to the first
-                                            * NUL */
+    ssize_t n = read(fd, out, length - 1); /* the file has the program's name and its arguments,
+                                            * with a NUL after each; NVML reports only the program's
+                                            * name */
     close(fd);
     out[n > 0 ? n : 0] = 0;
     return n > 0 ? NVML_SUCCESS : NVML_ERROR_NOT_FOUND;
@@ -195,7 +195,8 @@ EXPORT nvmlReturn nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice *out)
     for (unsigned i = 0; i < machine->spec.count; i++) {
         char name[41];
         uuid_text(machine->uuid[i], name);
-        machine_gpu_file(i); /* manual: "NVML may initialize additional GPUs as it searches" */
+        machine_gpu_file(i); /* as in NVML's manual: "NVML may initialize additional GPUs as it
+                              * searches" */
         if (!strcasecmp(name, uuid))
             return nvmlDeviceGetHandleByIndex_v2(i, out);
     }

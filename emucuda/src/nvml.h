@@ -14,8 +14,8 @@ struct nvml_device {
 };
 
 nvmlReturn nvml_check(void);                     /* whether NVML is initialised */
-nvmlReturn nvml_device(nvmlDevice d, unsigned *index); /* whether the handle is valid and its device
-                                                        * not lost */
+nvmlReturn nvml_device(nvmlDevice d, unsigned *index); /* checks that the handle is valid and that
+                                                        * its device is not lost */
 nvmlDevice nvml_handle(unsigned index);
 
 #define INITIALISED                            \

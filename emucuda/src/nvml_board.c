@@ -165,8 +165,9 @@ EXPORT nvmlReturn nvmlDeviceGetP2PStatus(nvmlDevice a, nvmlDevice b, int kind, i
     return NVML_SUCCESS;
 }
 
-/* Features that this board lacks. These calls return NOT_SUPPORTED. A call that no file of this
- * folder defines is missing in the library, so a client gets "function not found". */
+/* Defines a call for a feature that this board lacks. The call returns NOT_SUPPORTED. If no file of
+ * this folder defines a call, the library has no such call, and a client gets "function not
+ * found". */
 #define ABSENT(name)                                                             \
     EXPORT nvmlReturn name(nvmlDevice d, void *a, void *b, void *c)              \
     {                                                                            \

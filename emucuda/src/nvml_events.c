@@ -8,9 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The time after which a waiting set notices an injected loss. Every broker waits in such a set all
- * the time, and one test machine may run dozens of brokers. If this time were shorter, the wait
- * would cost each broker more processor time than its samples do. */
+/* The time between two checks of a waiting event set for an injected loss. Every broker always
+ * waits in an event set, and one test machine may run dozens of brokers. With a shorter time, these
+ * checks would take more processor time than the broker's samples. */
 #define POLL_NS 50000000ull
 
 struct event_set {

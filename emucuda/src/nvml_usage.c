@@ -82,12 +82,12 @@ static bool listed(const struct slot *s, unsigned index, const struct view *v, u
     return true;
 }
 
-/* Larger than every pid of Linux (PID_MAX_LIMIT). The quirk nvml-host-pids adds this number to a
- * pid, because no process here can have the sum as its pid. */
+/* The quirk nvml-host-pids adds this number to a pid. The number is as large as Linux's limit of
+ * pids (PID_MAX_LIMIT), so no process has the sum as its pid. */
 #define HOST_NUMBERS (1 << 22)
 
-/* The pid that NVML lists for a process: its pid in the caller's PID namespace, or, with the quirk
- * nvml-host-pids, its pid on the host. */
+/* Returns the pid that NVML lists for a process. This is the process's pid in the caller's PID
+ * namespace. With the quirk nvml-host-pids, it is the process's pid on the host. */
 static unsigned number_of(unsigned pid, unsigned index)
 {
     struct fault fault;
@@ -96,8 +96,8 @@ static unsigned number_of(unsigned pid, unsigned index)
     return fault.number < 0 ? pid + HOST_NUMBERS : (unsigned)fault.number;
 }
 
-/* The processes with a context on the device, and their bytes. By default a suspended process is
- * not among them. */
+/* Lists the processes that have a context on the device, with their bytes. Returns the number of
+ * these processes. By default a suspended process does not count. */
 static unsigned processes(unsigned index, nvmlProcessInfo *out, unsigned room)
 {
     unsigned count = 0;

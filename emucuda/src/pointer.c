@@ -14,8 +14,9 @@ enum {
     ATTR_MEMPOOL_HANDLE, ATTR_MAPPING_SIZE, ATTR_MAPPING_BASE, ATTR_BLOCK_ID, ATTR_HW_DECOMPRESS,
 };
 
-/* Copies the allocation of the pointer to `out`. A VMM mapping has no allocation, so this function
- * makes one for it. False: the pointer is unknown. */
+/* Copies the allocation that contains the address to `out`. A VMM mapping has no entry in the table
+ * of allocations, so this function fills `out` from the mapping. Returns false if the address is
+ * unknown. */
 static bool describe(uint64_t address, struct allocation *out)
 {
     struct allocation *a = allocation_find(address);
@@ -85,7 +86,7 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int which, CUdeviceptr address
     return result;
 }
 
-/* For an unknown pointer this call succeeds and returns zeros, because callers use it to find out
+/* Returns success and zeros for an unknown pointer, because programs use this call to find out
  * whether a pointer is CUDA memory. */
 EXPORT CUresult cuPointerGetAttributes(unsigned count, int *which, void **data, CUdeviceptr address)
 {

@@ -43,8 +43,8 @@ struct pool *pool_default(int device)
     return d->default_pool;
 }
 
-/* The pool for the device's graphs. It keeps its memory until a trim. Call this with the lock
- * held. */
+/* Returns the pool that gives memory to the device's graphs. Unused memory stays in this pool until
+ * the program trims it. Call this with the lock held. */
 struct pool *pool_for_graphs(int device)
 {
     struct device *d = &driver.device[device];
@@ -100,7 +100,8 @@ CUresult pool_reserve(struct pool *p, uint64_t bytes)
     return CUDA_SUCCESS;
 }
 
-/* Call this with the lock held. The caller removes the allocation. */
+/* Frees the bytes of an allocation in a pool. The caller removes the allocation from the table.
+ * Call this with the lock held. */
 CUresult pool_free(struct allocation *a)
 {
     struct pool *p = a->pool;
@@ -414,7 +415,7 @@ EXPORT CUresult cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool)
               else driver.device[device].current_pool = pool);
 }
 
-/* For the calls of CUDA 13 that ask for a pool by location and kind of memory. */
+/* Finds a pool for the calls of CUDA 13 that name a location and a kind of memory. */
 static CUresult location_pool(CUmemoryPool *out, CUmemLocation *location, int type, bool current)
 {
     static struct pool *host_pools[2]; /* of pinned and of managed memory */

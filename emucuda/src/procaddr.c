@@ -32,13 +32,13 @@ static const struct entry {
     {"cuGetProcAddress", 12000, (void (*)(void))cuGetProcAddress_v2, (void (*)(void))cuGetProcAddress_v2},
 };
 
-/* Since 580 the driver refuses a version above its own, for any name. The comparison is signed, so
- * the driver accepts -1, which means the newest version. */
+/* Since 580, the driver refuses each call whose version is above the driver's own version. The
+ * driver compares signed numbers, so it accepts -1, which stands for the newest version. */
 static bool refused(int version, uint64_t flags) { return flags > FLAGS || version > CUDA_VERSION; }
 
-/* The address of the function that has this name in this version of the API, or NULL. NVIDIA's
- * libraries compare versions as unsigned numbers. The variants for per-thread streams exist since
- * CUDA 7 (tests/driver_records). */
+/* Returns the address of the function `name` in `version` of the API, or NULL. This comparison is
+ * unsigned, as in NVIDIA's libraries. The variants for per-thread streams exist since CUDA 7
+ * (tests/driver_records). */
 static void *lookup(const char *name, int version, uint64_t flags, int *status)
 {
     const bool per_thread = flags & PROC_PER_THREAD_STREAM;
@@ -59,7 +59,7 @@ static void *lookup(const char *name, int version, uint64_t flags, int *status)
     return !best ? NULL : (void *)(per_thread ? best->per_thread : best->symbol);
 }
 
-/* If `name` or `out` is null, this is a segmentation fault, as in the driver. */
+/* If `name` or `out` is null, this call causes a segmentation fault, as in the real driver. */
 EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
 {
     int found;
@@ -71,8 +71,8 @@ EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, u
     return CUDA_SUCCESS; /* the result is success even for an unknown name */
 }
 
-/* CUDA 11's form of this call. For an unknown name it returns an error and leaves `out`
- * unchanged. */
+/* The form of this call in CUDA 11. For an unknown name it returns an error and does not change
+ * `out`. */
 EXPORT CUresult cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
 {
     int found;

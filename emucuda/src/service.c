@@ -18,7 +18,7 @@ static void set_state(uint32_t state)
     __atomic_store_n(&driver.slot->state, state, __ATOMIC_RELEASE);
 }
 
-/* Makes the process's own NVML calls block (after a lock) or continue (after an unlock). */
+/* Makes this process's NVML calls block if `on` is true, or continue if `on` is false. */
 static void asleep(bool on)
 {
     __atomic_store_n(&driver.slot->asleep, on, __ATOMIC_RELEASE);
@@ -37,7 +37,8 @@ static CUresult do_lock(uint32_t timeout_ms)
         sleep_until(deadline);
         return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_READY;
     }
-    /* While the quirk is set, running work does not end, and the lock ignores its time-out. */
+    /* With the quirk lock-ignores-timeout, running work does not end before the quirk is removed,
+     * and the lock ignores its time-out. */
     while (fault_active(FAULT_LOCK_IGNORES_TIMEOUT, getpid(), -1, NULL)) {
         deadline = 0;
         sleep_until(now_ns() + 5000000);
@@ -68,8 +69,8 @@ static CUresult do_restore(const struct request *request)
     static bool lost; /* used by the quirk restore-hides-loss */
     bool fatal = false;
     if (lost || driver.suspend_state == PROCESS_FAILED)
-        return CUDA_ERROR_OPERATING_SYSTEM; /* NVIDIA/cuda-checkpoint #44: every later restore
-                                             * returns 304 */
+        return CUDA_ERROR_OPERATING_SYSTEM; /* NVIDIA/cuda-checkpoint #44: after a lost state, each
+                                             * later restore returns 304 */
     if (driver.suspend_state != PROCESS_CHECKPOINTED)
         return CUDA_ERROR_ILLEGAL_STATE;
     moving(true);
@@ -118,7 +119,7 @@ static CUresult perform(struct request *r)
 static void *serve(void *started)
 {
     struct request *r = &driver.slot->request;
-    /* Announce the thread only when it can serve requests. */
+    /* A number in service_tid announces that this thread serves requests, so store it only now. */
     __atomic_store_n(&driver.slot->service_tid, (int32_t)syscall(SYS_gettid), __ATOMIC_RELEASE);
     __atomic_store_n((uint32_t *)started, 1, __ATOMIC_RELEASE);
     futex_wake(started, false);
@@ -135,7 +136,8 @@ static void *serve(void *started)
     return NULL;
 }
 
-/* Called with the lock held for every context. The first call starts the thread. */
+/* Starts the service thread at the first call. cuInit calls this function, and so does each new
+ * context. */
 CUresult service_start(void)
 {
     static uint32_t started;

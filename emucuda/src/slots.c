@@ -35,8 +35,8 @@ uint64_t process_start(pid_t pid)
     if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %llu",
                &state, &threads, &start) != 3)
         return 0;
-    /* A zombie has freed its memory. The exception is a process in which only the first of several
-     * threads has ended. */
+    /* A zombie has freed its device memory, and counts as dead. One kind of zombie is still alive:
+     * its first thread has ended, but other threads run. */
     if ((state == 'Z' || state == 'X') && threads <= 1)
         return 0;
     return start ? start : 1;
@@ -59,14 +59,14 @@ bool slot_alive(const struct slot *slot)
         return machine_holder((unsigned)(slot - machine->slot)) >= 0;
     if (process_start(slot->pid) != slot->start)
         return false;
-    /* An execve() keeps the pid and the start time, but ends the driver's thread and frees the
-     * device memory. */
+    /* After an execve() the process has the same pid and start time, but it has lost the service
+     * thread and the device memory. So check that the service thread exists. */
     int tid = slot->service_tid;
     return !tid || !syscall(SYS_tgkill, slot->pid, tid, 0) || errno != ESRCH;
 }
 
-/* Computes the sums again from the slots. If a process dies while it holds the lock, the sums may
- * be half updated, but the slots are right. */
+/* Computes `machine->used` again from the slots. If a process dies while it holds the lock, the
+ * sums may be half updated, but the slots are right. */
 static void recount(void)
 {
     memset(machine->used, 0, sizeof machine->used);
@@ -94,8 +94,8 @@ static void free_slot(struct slot *slot)
     __atomic_store_n(&slot->pid, 0, __ATOMIC_RELEASE);
 }
 
-/* Reads /proc without the lock. A signal may stop this process during the read, and a stopped
- * process with the lock would block all other processes. */
+/* Frees the slot of a dead process. Reads /proc without the lock, because a signal may stop this
+ * process during the read. If it then held the lock, all other processes would wait. */
 static void reap_slot(struct slot *slot)
 {
     int32_t pid = __atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE);
@@ -121,7 +121,7 @@ struct slot *machine_slot_take(void)
     uint64_t start = process_start(pid);
     machine_reap();
     machine_lock();
-    /* If this process already has a slot, the slot is from before an execve(). */
+    /* A slot that already has this pid can only be from before an execve() of this process. */
     for (unsigned i = 0; i < machine->slots; i++)
         if (machine->slot[i].pid == pid && is_near(&machine->slot[i]))
             free_slot(&machine->slot[i]);
@@ -168,8 +168,8 @@ bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes)
 {
     uint64_t capacity = machine_capacity() - device_residue(device);
     bool fits = false;
-    /* If the device is full, a dead process may still be charged. So free the bytes of dead
-     * processes, and try once more. */
+    /* If the device is full, a part of the charges may belong to dead processes. So free these
+     * charges, and try once more. */
     for (int attempt = 0; attempt < 2 && !fits && bytes <= capacity; attempt++) {
         if (attempt)
             machine_reap();
@@ -213,16 +213,16 @@ void machine_wait_still(void)
     }
 }
 
-/* Observed with 580.159.04: if a process is locked or suspended, each of its NVML calls blocks in
- * the driver until the process is unlocked, and then returns normally. As with CUDA calls, a signal
- * does not end this wait. */
+/* Waits until this process is neither locked nor suspended. Observed with driver 580.159.04: an
+ * NVML call of a locked or suspended process blocks in the driver, and continues normally after the
+ * unlock. As with CUDA calls, a signal does not end this wait. */
 void machine_wait_awake(void)
 {
     pid_t pid = getpid();
     for (unsigned i = 0; i < machine->slots; i++) {
         const struct slot *s = &machine->slot[i];
         while (__atomic_load_n(&s->pid, __ATOMIC_ACQUIRE) == pid && __atomic_load_n(&s->asleep, __ATOMIC_ACQUIRE) &&
-               /* After an execve() the old slot still has this pid, but the slot is dead. */
+               /* A slot from before an execve() also has this pid, but it is dead. */
                slot_alive(s))
             futex_wait(&s->asleep, 1, -1, true);
     }

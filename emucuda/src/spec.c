@@ -10,18 +10,18 @@
 #include <string.h>
 
 #define MAX_MEMORY (1ull << 40)       /* bytes of one device */
-#define MAX_TOTAL (16ull << 40)       /* bytes of all devices: the driver needs twice this much
-                                       * address space */
-#define MIN_BANDWIDTH 1000000ull      /* lowest rate of copies, in bytes/s: a user who writes 8
-                                       * means 8 GB/s, so 8 is refused */
+#define MAX_TOTAL (16ull << 40)       /* bytes of all devices together; the driver needs twice as
+                                       * much address space */
+#define MIN_BANDWIDTH 1000000ull      /* lowest rate of copies, in bytes/s; lower numbers such as 8
+                                       * are refused, because their user means 8 GB/s */
 #define DEFAULT_CONTEXT (64 * MIB)
 
-/* The rates of copies and of device memory are the published ones: PCIe 5.0 and 4.0 x16, HBM3 and
- * GDDR6X. The rates of suspend and resume were reported for the driver's checkpoint calls, which
- * use pageable memory. An H100 suspends at 5 GB/s and resumes at 7 GB/s; the rate of 7 GB/s was
- * reported for other boards. An RTX 4090 suspends at 4 GB/s and resumes at 7 GB/s. For the H200,
- * this project measured the rates of copies, and of suspends and resumes under the guard
- * (benchmarks/results/gpu-h200-*). `machine.py` has the same names. */
+/* Sources of the rates. Copies and device memory have the published rates of PCIe 5.0 and 4.0 x16,
+ * HBM3 and GDDR6X. Rates of suspend and resume come from reports about the driver's checkpoint
+ * calls, which use pageable memory. An H100 suspends at 5 GB/s and resumes at 7 GB/s, but the 7
+ * GB/s were reported for other boards. An RTX 4090 suspends at 4 GB/s and resumes at 7 GB/s. For
+ * the H200, this project measured copies, and suspends and resumes under the guard
+ * (benchmarks/results/gpu-h200-*). `machine.py` has the same profile names. */
 static const struct {
     const char *name;
     struct rates rates;

@@ -21,8 +21,8 @@ struct stream *stream_new(struct context *context, unsigned flags, int priority)
     return s;
 }
 
-/* Each thread has one such stream per context. The stream is created at its first use, and lives
- * until the process ends. */
+/* Returns the thread's per-thread stream in the context. The first use creates the stream. The
+ * stream exists until the process ends. */
 static struct stream *per_thread(struct context *context)
 {
     static __thread struct stream *cache;
@@ -49,8 +49,8 @@ bool stream_bad(CUstream handle)
 {
     if (is_default(handle))
         return false;
-    /* Check this without the lock: in the child of a fork(), a thread that exists only in the
-     * parent may hold the lock, and never release it. */
+    /* Call driver_check() before taking the lock. In the child of a fork(), a thread of the parent
+     * may have held the lock, and nobody would release it. */
     if (driver_check())
         return !driver.initialised;
     pthread_mutex_lock(&driver.lock);
@@ -78,8 +78,8 @@ CUresult stream_resolve(CUstream handle, struct stream **out)
 
 static bool is_legacy(const struct stream *s) { return s == s->context->legacy; }
 
-/* Returns the time when all work of the stream is done. The legacy stream and the blocking streams
- * of its context wait for one another. */
+/* Returns the time at which all work of the stream is done. The legacy stream also waits for the
+ * blocking streams of its context, and these streams wait for the legacy stream. */
 uint64_t stream_tail(const struct stream *stream)
 {
     uint64_t tail = stream->tail;
@@ -93,8 +93,8 @@ uint64_t stream_tail(const struct stream *stream)
     return tail;
 }
 
-/* Lazy loading: when a process submits its first work, the driver takes memory for code, if memory
- * is free. No call of the program allocates this memory. */
+/* Lazy loading: when a process submits its first work, the driver itself takes device memory for
+ * code. If too little memory is free, it takes none. */
 static void load_code(struct device *d)
 {
     struct fault code;
@@ -153,7 +153,7 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     CUresult result = CUDA_ERROR_INVALID_HANDLE;
     for (struct stream **link = &driver.streams; *link; link = &(*link)->next)
         if (*link == stream && !is_legacy(stream)) {
-            /* The stream's work continues after this call, so the legacy stream must still wait for
+            /* The work of a destroyed stream continues, and the legacy stream must still wait for
              * it. */
             if (stream->context->legacy->tail < stream->tail)
                 stream->context->legacy->tail = stream->tail;
@@ -209,8 +209,8 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
     CUresult refused;
     if (capture_refuses(stream, NULL, &refused))
         return refused;
-    /* In a suspended process this call crashes, as a synchronise call does. A locked process gets a
-     * true answer. */
+    /* This call crashes a suspended process, as a synchronise call does. For a locked process it
+     * goes on, and returns the true state of the stream. */
     sync_returns_early();
     WITH_STREAM(stream, result = now_ns() >= stream_tail(s) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
 }
@@ -386,8 +386,8 @@ EXPORT CUresult cuEventQuery(CUevent e)
 
 static CUresult event_wait_time(CUevent e, uint64_t *time)
 {
-    GATED; /* the call blocks here while the process is locked. The wait for the event itself comes
-            * later and outside the gate, so a checkpoint lock need not wait for the event. */
+    GATED; /* a locked process waits here. The wait for the event comes later, outside the gate, so
+            * that a checkpoint lock does not wait for the event. */
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
     if (e->mark)

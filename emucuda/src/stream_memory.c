@@ -29,8 +29,8 @@ EXPORT CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr to, uint64_
     return result ? result : cuMemsetD32Async(to + 4, (uint32_t)(value >> 32), 1, stream);
 }
 
-/* Defines each function under two more names: the name of its earlier form, and the name of its
- * per-thread variant. */
+/* Defines the name that cuStreamWriteValue has in earlier versions, and the per-thread variants of
+ * both names. */
 #define NAMES(bits)                                                                                          \
     EXPORT CUresult cuStreamWriteValue##bits(CUstream s, CUdeviceptr to, uint##bits##_t v, unsigned flags)    \
     {                                                                                                        \

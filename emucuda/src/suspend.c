@@ -25,9 +25,9 @@ struct piece {
 
 static struct piece *pieces;
 static size_t piece_count, piece_room;
-static uint64_t owed[MAX_DEVICES]; /* for each visible device: bytes that were charged before the
+static uint64_t owed[MAX_DEVICES]; /* [i]: bytes that visible device i was charged with before the
                                     * suspend */
-static uint64_t kept[MAX_DEVICES]; /* the part of these bytes that stayed on the device */
+static uint64_t kept[MAX_DEVICES]; /* [i]: the part of owed[i] that stays on the device */
 
 /* Limits the copy to the machine's bandwidth: sleeps for the rest of the time that `bytes` need. */
 static void pace(uint64_t start, uint64_t bytes, uint64_t bandwidth)
@@ -179,9 +179,9 @@ static void charge(uint32_t physical, int64_t bytes)
     machine->used[physical] += (uint64_t)bytes;
 }
 
-/* Charges the owed bytes on the devices of the map. Returns false if one device has too little
- * room. In this case, if `nothing` is true, no charge changes. If `nothing` is false, each device
- * is charged as many bytes as it has room for. */
+/* Charges the owed bytes on the target devices. Returns false if a device has too little room. In
+ * that case, if `nothing` is true, the charges stay as they are. If `nothing` is false, each device
+ * is charged up to its free room. */
 static bool charge_all(const uint32_t *target, bool nothing)
 {
     bool fits = true;
@@ -207,7 +207,7 @@ static bool charge_all(const uint32_t *target, bool nothing)
     return fits;
 }
 
-/* Removes the charges of a restore that has charged all owed bytes. */
+/* Undoes charge_all() after a restore that has failed. charge_all() has charged all owed bytes. */
 static void uncharge_all(const uint32_t *target, uint64_t moved)
 {
     machine_lock();
@@ -219,7 +219,8 @@ static void uncharge_all(const uint32_t *target, uint64_t moved)
     machine_unlock();
 }
 
-/* Charges the extra bytes of a restored process, if the device has room. */
+/* Quirk restore-more: charges a restored process with extra bytes, if the device has room for
+ * them. */
 static void charge_more(void)
 {
     struct fault fault;

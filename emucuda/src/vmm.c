@@ -11,13 +11,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* A handle (CUmemGenericAllocationHandle) is the address of such a struct. */
+/* Physical memory of a device. A CUmemGenericAllocationHandle is the address of this struct. */
 struct physical {
     int device;
     uint64_t offset; /* place in the memfd of the device */
     uint64_t size;
     unsigned references; /* number of handles and mappings together */
-    unsigned owners;     /* number of handles that the caller must still release */
+    unsigned owners;     /* number of handles that the program must still release */
     int foreign;         /* the memfd of the exporting process; -1: the memory is this process's
                           * own */
     bool shared;         /* the memory is exported */
@@ -29,8 +29,8 @@ struct map {
     uint64_t address, size;
     struct physical *physical;
     bool accessible;
-    uint64_t imported; /* the address that the caller has, if one call imported and mapped the
-                        * memory */
+    uint64_t imported; /* not 0: the address that vmm_import() returned; that call imported and
+                        * mapped the memory */
     struct map *next;
 };
 
@@ -372,7 +372,8 @@ static CUmemAllocationProp prop_of(int device)
                                  .location = {MEM_LOCATION_DEVICE, device}};
 }
 
-/* Maps whole pages. The address that it returns is the start of the memory inside these pages. */
+/* Maps all pages that contain the shared memory. `*out` is the address of the shared memory, which
+ * may begin inside the first page. */
 CUresult vmm_import(const struct share *share, CUdeviceptr *out)
 {
     struct share pages = *share;

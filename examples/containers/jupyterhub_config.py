@@ -17,20 +17,21 @@ c.DockerSpawner.network_name = os.environ.get("HUB_NETWORK", "hub")
 c.DockerSpawner.image = os.environ.get("SERVER_IMAGE", "quay.io/jupyter/base-notebook:latest")
 c.DockerSpawner.remove = True
 
-# Docker makes the user's folder. The broker finds the folder and makes the user's socket in it. The
-# name of the folder is the user's name in the pool, so it must be the user's name in the Hub.
+# Docker makes a folder for each user, and the broker makes the user's socket in this folder. The
+# folder's name becomes the user's name in the pool. So the folder must have the user's name in the
+# Hub.
 c.DockerSpawner.volumes = {
     "/run/gpupool/users/{raw_username}": {"bind": "/run/gpupool", "mode": "ro"},
 }
 c.DockerSpawner.environment = {
-    # Jupyter finds the kernel "Pooled GPU" here. The image needs no package of the pool.
+    # In this folder, Jupyter finds the kernel "Pooled GPU". The image needs no package of the pool.
     "JUPYTER_PATH": "/run/gpupool/inside/share/jupyter",
     # The container sees all GPUs, because the pool chooses among them.
     "NVIDIA_VISIBLE_DEVICES": "all",
     "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
 }
 c.DockerSpawner.extra_host_config = {"runtime": "nvidia"}
-# The state of a suspended kernel is in the memory of its container, so leave room for it.
+# The state of a suspended kernel is in its container's memory, so make this limit large enough.
 c.DockerSpawner.mem_limit = "64G"
 
 

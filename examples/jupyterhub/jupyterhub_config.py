@@ -11,19 +11,20 @@ from pathlib import Path
 
 c = get_config()
 
-# This spawner runs the server and the kernels of a user under the user's account. The broker
-# identifies the user by this account. SystemdSpawner and SudoSpawner do the same. If the Hub
-# already uses one of them (The Littlest JupyterHub does), leave this line out.
+# This spawner runs a user's server and kernels under the user's own account. The broker identifies
+# the user by this account. SystemdSpawner and SudoSpawner also use the user's account. If the Hub
+# already has one of these two spawners (as in The Littlest JupyterHub), leave this line out.
 c.JupyterHub.spawner_class = "jupyterhub.spawner.LocalProcessSpawner"
 
-# A user may have several servers. For the pool they belong to one user, and share one quota.
+# A user may have several servers. The pool counts all their kernels for this one user and quota.
 c.JupyterHub.allow_named_servers = True
 
 # Servers, kernels and the kernels' state on the GPU survive a restart of the Hub.
 c.JupyterHub.cleanup_servers = False
 
-# The broker may ask the Hub for the groups and roles of users, see hub_groups.py. The lines below
-# add to these lists and keep the entries of other configuration files of the Hub.
+# The broker may ask the Hub for the groups and roles of users, see hub_groups.py. Another
+# configuration file of the Hub may already have entries in these lists. The lines below keep these
+# entries.
 TOKEN = Path("/etc/gpupool/hub-token")
 c.JupyterHub.services.append({"name": "gpupool", "api_token": TOKEN.read_text().strip()})
 c.JupyterHub.load_roles.extend(

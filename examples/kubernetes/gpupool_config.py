@@ -3,11 +3,13 @@ import os
 
 c = get_config()
 
-# All machines of the pool, as `kubectl get nodes` names them. The ledger waits for each of them.
+# The names of all machines of the pool, as in `kubectl get nodes`. The ledger waits for each
+# machine.
 c.GPUPool.cluster_nodes = ["gpu-a", "gpu-b"]
 # The downward API sets this variable to the name of the machine, see nodes.yaml.
 c.GPUPool.cluster_node = os.environ.get("NODE_NAME", "")
-# The agent's container runs as this user. The broker's container has no account for this user.
+# The agent's container runs as the user with the id 990. The broker's container has no name for
+# this user, so the user's name here is "uid-" and the id.
 c.GPUPool.cluster_agent = "uid-990"
 
 c.GPUPool.socket = "/run/gpupool/broker.sock"

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A NumPy array on the GPU, for the notebooks beside this file.
 
-It uses NVIDIA's cuda-core and cuda-bindings, and two small CUDA kernels as PTX text, which run on
-real and emulated GPUs. No code here uses the pool's own functions.
+This module uses NVIDIA's cuda-core and cuda-bindings. It also has two small CUDA kernels as PTX
+text, which run on real and on emulated GPUs. It uses no function of the pool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ class CUDAError(RuntimeError):
 
 
 def call(answer: tuple[Any, ...]) -> Any:
-    """Return the value of a driver call; raise :class:`CUDAError` if the call failed."""
+    """Return the value, or the list of values, of a driver call.
+
+    Raises :class:`CUDAError` if the call has failed.
+    """
     code, *values = answer
     if code != driver.CUresult.CUDA_SUCCESS:
         raise CUDAError(code)
@@ -75,7 +78,7 @@ class GPUArray:
         return found
 
     def copy(self) -> GPUArray:
-        """Return a copy on the same device. The device makes the copy."""
+        """Return a copy in the memory of the same device."""
         self.device.set_current()
         other = object.__new__(GPUArray)
         other._address = 0
@@ -86,7 +89,7 @@ class GPUArray:
         return other
 
     def fill(self, value: int) -> GPUArray:
-        """Set every byte to ``value``. The device does this."""
+        """Let the device set every byte to ``value``."""
         self.device.set_current()
         call(driver.cuMemsetD8(self._address, value, self.nbytes))
         return self

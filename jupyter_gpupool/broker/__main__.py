@@ -23,15 +23,15 @@ class _Reader:
             self._descriptor = -1
 
     def tell(self, error: Exception) -> None:
-        """Report why the start fails.
+        """Tell the reader why the start has failed.
 
-        So if the caller gets no report, it knows that something outside has killed the broker.
+        If the reader gets no report at all, it knows that something outside has killed the broker.
         """
         message = f"An error ended the GPU pool broker: {type(error).__name__}: {error}"[:500]
         found = {"ok": False, "code": Code.START_FAILED, "message": message}
         try:
-            # The broker closes the pipe at the end of its start. After that, another file may have
-            # the pipe's number.
+            # After the start, the broker has closed the pipe. Then another file may have the
+            # descriptor's number, so check that the descriptor is still the pipe.
             if os.path.samestat(os.fstat(self._descriptor), self._pipe):
                 os.write(self._descriptor, json.dumps(found).encode() + b"\n")
         except OSError:

@@ -62,11 +62,11 @@ CLOSE = 0.5
 #: ends, so that the client that started it can connect.
 LEAST_LINGER = 2.0
 
-#: The longest time, in seconds, between two checks whether the machine's service replaces this
-#: broker.
+#: A user's own broker checks whether the machine's service has replaced it. There are at most this
+#: many seconds between two checks.
 LOOK_ASIDE = 5.0
 
-#: Seconds for which a thread may go on computing while the event loop waits to run.
+#: If the event loop wants to run, a computing thread must give way after this many seconds.
 SWITCH = 0.0005
 
 #: Seconds between two clean-ups of the journal.
@@ -130,8 +130,9 @@ class BrokerApp:
             supervisor = Supervisor()
             claim = Claim(self.path, supervisor.listening(self.path))
             stack.callback(claim.close)
-            # A forced end also calls these two functions. The first function deletes the start
-            # record. Without a start record, no client starts this broker again.
+            # A forced end skips the usual end of the broker, and calls only these two functions.
+            # The first function deletes the start record. Without a start record, no client starts
+            # this broker again.
             self._ending.before_force(self.start_record.forget)
             self._ending.before_force(claim.close)
             tidy_due = asyncio.Event()
@@ -158,9 +159,9 @@ class BrokerApp:
             # twenty.
             gc.collect()
             gc.freeze()
-            # With Python's default switch interval, a thread that computes (the text of metrics, a
-            # page of history) may keep the event loop waiting for 5 ms each time. In a measurement,
-            # the median delay was 7 ms with the default and 0.7 ms with this interval.
+            # A thread that computes (the text of metrics, a page of history) delays the event loop.
+            # With Python's default switch interval, each delay may take 5 ms. In a measurement, the
+            # median delay was 7 ms with the default and 0.7 ms with this interval.
             sys.setswitchinterval(SWITCH)
             # The monitor starts only now. Before the recovery, it would treat the sessions'
             # processes as foreign processes.
@@ -213,7 +214,7 @@ class BrokerApp:
     def _open_journal(
         self, stack: AsyncExitStack, on_long: Callable[[], None]
     ) -> tuple[JournalLock, Journal, str]:
-        """Return the journal's lock, the journal, and a note about its folder ("" if none).
+        """Return the journal's lock, the journal, and a note about the journal's folder or "".
 
         The lock keeps other brokers away from the journal.
         """
@@ -239,8 +240,9 @@ class BrokerApp:
     ) -> list[Device]:
         """Return the machine's devices.
 
-        The broker tests the devices first. If an admin's pause of the whole pool is complete, the
-        broker does not touch the devices. This method then returns the devices in the journal.
+        Usually the broker tests the devices first. If an admin has paused the whole pool and the
+        pause is complete, the broker does not touch the devices. In this case the devices come from
+        the journal.
         """
         stack.push_async_callback(service.close, CLOSE)
         paused = untouchable(journal)
@@ -345,7 +347,7 @@ class BrokerApp:
             if core.journal.seq != written:
                 written = core.journal.seq
                 await asyncio.to_thread(core.journal.tidy)
-            # Parts may have set ``due`` during this clean-up. They need no second clean-up.
+            # If a part has set ``due`` during this clean-up, no second clean-up is necessary.
             due.clear()
             if loop.time() - checked >= TIDY:
                 checked = loop.time()
@@ -353,7 +355,7 @@ class BrokerApp:
                     _LOG.error("The pool has a wrong figure; please report this: %s", problem)
 
     async def _linger(self, broker: Broker) -> None:
-        """End a broker of one user when nobody has needed it for a while."""
+        """End a user's own broker when it has had no session and no new connection for a while."""
         if self.configuration.machine_wide:
             return
         sessions = broker.core.sessions
@@ -447,7 +449,8 @@ def main(
     if not options.debug:
         for handler in logging.getLogger().handlers:
             handler.addFilter(LogLimit())
-    # Limits the time for which the thread that reads the journal can delay the event loop.
+    # With this switch interval, the thread that reads the journal delays the event loop only
+    # briefly.
     sys.setswitchinterval(0.001)
     wake_soon()
 
@@ -475,7 +478,8 @@ def main(
     except GPUPoolError as error:
         if options.ready_fd is not None:
             failure = {"ok": False, "code": error.code, "message": error.message}
-            # If another broker already serves the caller's pool, this is the socket of that broker.
+            # The start fails if another broker already serves the caller's pool. ``socket`` is then
+            # the socket of that broker.
             listens = str(error.details.get("socket", ""))
             report(options.ready_fd, {**failure, "next_step": error.next_step, "socket": listens})
         print(f"jupyter gpupool broker: {error}", file=sys.stderr)
@@ -486,7 +490,10 @@ def main(
 
 
 def command_of(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """Return the command that starts a broker with these options, from any folder."""
+    """Return the command that starts a broker with these options.
+
+    The command works in any folder. It does not name a socket.
+    """
     command = [sys.executable, "-m", __package__]
     for path in options.config:
         command += ["--config", os.path.abspath(path)]

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Constructs all parts of one broker, each part after the parts that it uses.
 
-The parts and the runner depend on each other: parts give the pool events (``core.handle``), and the
-runner calls parts to perform what the pool decides. This module connects the two.
+The parts need the runner, because they give the pool events (``core.handle``). The runner needs the
+parts, because it calls them to perform what the pool decides. This module connects the two.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Broker:
     usage: UsageBook
     router: Router
     content: Content | None
-    #: Returns the rules as the pool of this machine must see them. The part of a shared limit that
-    #: this machine may not use counts as used by other machines.
+    #: Changes the rules for the pool of this machine. The part of a shared limit that this machine
+    #: may not use then counts as used by other machines.
     limits: Callable[[PoolSettings], PoolSettings]
 
 
@@ -105,10 +105,10 @@ async def assemble(
     journal_note: str,
     log: logging.Logger,
 ) -> Broker:
-    """Return a broker for the opened devices that ``find`` returns.
+    """Return a broker for the devices that ``find`` returns.
 
-    ``alone_since`` is a monotonic time. From this time on, no other broker uses the journal's
-    sessions.
+    ``alone_since`` is the monotonic time at which the previous broker had ended. Since this time,
+    no other broker uses the sessions in the journal.
     """
     settings, socket = configuration.settings, configuration.socket
     sessions = LiveSessions()
@@ -133,8 +133,8 @@ async def assemble(
         DeviceOptions(
             log=log.getChild("devices"),
             env={**os.environ, **machine_environment(settings, socket, journal.path, os.environ)},
-            # A user may start a broker inside a kernel. The pool has set variables in that kernel's
-            # environment, and this call leaves them out.
+            # If a user has started this broker inside a kernel, the environment has variables that
+            # the pool has set for that kernel. This call leaves these variables out.
             given=without_guard(os.environ),
             wanted=settings.devices,
             lock_timeout=settings.lock_timeout,
@@ -156,8 +156,7 @@ async def assemble(
     content = content_inside(settings, socket) if configuration.machine_wide else None
     guarded = [device.uuid for device in devices if device.tier == "guarded"]
     folder, problem = _page_folder(configuration)
-    # If the service has no guard, the pool has no guarded session, and the broker never uses
-    # ``guardable``.
+    # If the service has no guard, no session is guarded, and the broker never uses ``guardable``.
     guardable = service.guard or cast(GuardedDevices, service)
     context_bytes = max((service.context_bytes(uuid) for uuid in guarded), default=0)
     pages = ControlPages(folder, core.sessions, configuration, log, context_bytes=context_bytes)
@@ -273,7 +272,7 @@ def _guard_problem(service: Devices) -> str:
 
 
 def _page_folder(configuration: Configuration) -> tuple[Path, str]:
-    """Return the folder for pages, and the reason if the broker cannot make it ("" if it can)."""
+    """Return the folder for pages, and "" or the reason why the broker cannot make the folder."""
     socket = configuration.socket
     try:
         return page_folder(socket, machine_wide=configuration.machine_wide), ""
@@ -286,10 +285,10 @@ def _links(configuration: Configuration, pages: Path, journal: Path) -> Path:
     """Return the folder for the links to the guard's library.
 
     Without the links, a new process would run without the guard. A user's own broker keeps the
-    links beside its journal, where a logout does not delete them. LD_PRELOAD allows no space and no
-    colon in a path. If the path beside the journal has one of them, the broker keeps the links in
-    the folder of pages. The machine's broker always does this, because all users may enter that
-    folder.
+    links in a folder beside its journal, because a logout does not delete this folder. But
+    LD_PRELOAD allows no space and no colon in a path. If the path of this folder has a space or a
+    colon, the broker keeps the links in the folder of pages. The machine's broker always keeps them
+    in the folder of pages, because all users may enter it.
     """
     lasting = journal.with_suffix(".guard")
     plain = not set(str(lasting)) & set(": \t\n")

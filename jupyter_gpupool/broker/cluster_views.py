@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Shows users of this broker the GPUs and sessions of all machines of the cluster.
 
-Only the ledger knows the GPUs and sessions of all machines. The broker asks for a view of the
-cluster in its next report, and the ledger's answer contains this view. So no user needs access to
-Ray. If the ledger does not answer, the broker shows only the GPUs and sessions of its own machine.
+Only the ledger knows the GPUs and sessions of all machines. In its next report to the ledger, the
+broker asks for a view of the cluster. The ledger's answer to the report contains this view. So no
+user needs access to Ray. If the ledger does not answer, the broker shows only the GPUs and sessions
+of its own machine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ PATIENCE = 5.0
 
 
 def summary_of(core: Core, data: tuple[str, ...]) -> Summary:
-    """Return a summary of this machine; ``data`` names the folders on its own disks."""
+    """Return a summary of this machine for people and for the ledger.
+
+    ``data`` are the folders that are on this machine's own disks.
+    """
     views = core.pool.device_views()
     return Summary(
         len(views), sum(bool(view.drained_reason) for view in views),
@@ -46,9 +50,9 @@ def summary_of(core: Core, data: tuple[str, ...]) -> Summary:
 
 
 def keys_for(user: str, core: Core, settings: PoolSettings) -> set[tuple[str, ...]]:
-    """Return the keys of the limits that count sessions of ``user`` here.
+    """Return the keys of all limits that apply to sessions of ``user`` on this machine.
 
-    The key of the user's own limits is always among them.
+    The key of the user's own limits is always in the result.
     """
     owners = {s.owner for s in core.sessions if s.owner.name == user}
     found: set[tuple[str, ...]] = {("user", user)}
@@ -62,7 +66,7 @@ class ClusterViews:
     Parameters
     ----------
     ask:
-        Sends a report soon.
+        Makes the broker send the ledger a report soon. The report asks for a view.
     """
 
     def __init__(self, ask: Callable[[], None]) -> None:
@@ -79,7 +83,10 @@ class ClusterViews:
     def look(
         self, connection: Connection, request: int | None, give: Give, *, connected: bool
     ) -> None:
-        """Call ``give`` with a view: now, or as soon as the ledger has sent one."""
+        """Call ``give`` with a view of the cluster, or with None if the ledger sends none.
+
+        If the last view is recent, or the ledger is not connected, call ``give`` now.
+        """
         if not connected or time.monotonic() - self._at < FRESH:
             self._answer(give)
             return
@@ -124,9 +131,10 @@ class ClusterViews:
 def visible(
     view: Mapping[str, Any] | None, user: str, keys: Iterable[tuple[str, ...]] | None
 ) -> Mapping[str, Any] | None:
-    """Return a view with the limits in ``keys`` and the sessions of ``user`` only.
+    """Return only the part of a view that ``user`` may see.
 
-    If ``keys`` is None, return the whole view.
+    This part has the limits in ``keys`` and the sessions of ``user``. If ``keys`` is None, the user
+    may see the whole view.
     """
     if view is None or keys is None:
         return view

@@ -21,7 +21,7 @@ from ..endpoint import MACHINE_SOCKET, find_socket, is_usual_socket, machine_ser
 from .transport.auth import Access, Peer
 from .transport.listener import is_machine_wide
 
-#: The broker may repeat an answer about schedules for this many seconds.
+#: An answer about schedules stays valid for this many seconds.
 SCHEDULE_LASTS = 5.0
 
 
@@ -61,9 +61,10 @@ class Configuration:
         self.access = self._access()
 
     def read(self) -> Timetable:
-        """Return what the files say now. The configuration in force does not change.
+        """Return the configuration that the files contain now.
 
-        Reading takes a while, so a thread other than the event loop's may call this method.
+        The configuration in force does not change. Reading takes a while, so this method may also
+        run in a thread beside the event loop.
 
         Raises
         ------
@@ -73,10 +74,10 @@ class Configuration:
         return load_timetable(self._files, self._overrides)
 
     def take(self, timetable: Timetable) -> tuple[str, ...]:
-        """Put a configuration that :meth:`read` returned in force.
+        """Put ``timetable`` in force, a configuration that :meth:`read` has returned.
 
-        Return the names of the changed options that a running broker cannot follow. Their new
-        values take effect when the broker starts again.
+        A running broker cannot apply changes of some options. Return the names of such options that
+        have changed. Their new values take effect when the broker starts again.
         """
         late = needs_restart(self.timetable.base, timetable.base)
         self.timetable = timetable
@@ -84,10 +85,10 @@ class Configuration:
         return late
 
     def follow_calendar(self, now: float) -> bool:
-        """Put the schedules of ``now`` in force; return whether anything has changed."""
+        """Put in force the schedules for the time ``now``; return whether anything has changed."""
         same = self.timetable.rules(now) == self.rules
-        # The clock may have stepped. Then a priority class may open at a different time, even if
-        # the schedules in force are the same.
+        # If the clock has jumped, a priority class may open at a different time. This is possible
+        # even if the schedules in force stay the same.
         if same and self.timetable.classes_open(now) == self.settings.pool.classes_open:
             return False
         self._enter(now)
@@ -125,17 +126,18 @@ class Configuration:
         return replace(settings, pool=replace(settings.pool, classes_open=opens))
 
     def shown(self, peer: Peer) -> dict[str, Any]:
-        """Return the configuration in force, as far as ``peer`` may see it.
+        """Return the parts of the configuration in force that ``peer`` may see.
 
-        A Jupyter Server needs this answer, because the server may have read a different
-        configuration.
+        A Jupyter Server asks for them, because its own configuration files may contain something
+        else.
         """
         return shown(self.settings, private=self.access.is_admin(peer))
 
     def stands_aside(self) -> bool:
-        """Return whether the machine's service has taken the place of this user's own broker.
+        """Return whether the machine's service has replaced this user's own broker.
 
-        A broker with a configured or unusual socket serves another pool, and does not stand aside.
+        The result is false for a broker whose socket is configured or unusual, because such a
+        broker serves another pool.
         """
         usual = not self.settings.socket and is_usual_socket(self.socket)
         return usual and self.socket != MACHINE_SOCKET and machine_service()

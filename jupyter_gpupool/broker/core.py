@@ -24,13 +24,13 @@ from .stirs import Stirs
 from .store.journal import Journal, Row
 from .store.records import journaled, slices_to_json
 
-#: The broker writes a changed hold to the journal within this many seconds. A restarted broker does
-#: not need the hold earlier: its pool takes no slice before the session's agent has had time to
+#: The broker writes a changed hold to the journal within this many seconds. This is early enough
+#: for a restarted broker: its pool takes no slice before the session's agent has had time to
 #: reconnect (see ``recovery``).
 FLUSH_AFTER = 0.25
 
-#: The broker ignores a step of the time of day that is shorter than this many seconds, because the
-#: time of day and the monotonic clock never run at exactly the same speed.
+#: The broker ignores a jump of the time of day by fewer seconds than this, because the time of day
+#: and the monotonic clock never run at exactly the same speed.
 CLOCK_STEP = 1.0
 
 #: Receives an answer: (refusal or None, note for people).
@@ -53,10 +53,10 @@ class Clock:
         return time.monotonic() + self._offset
 
     def follow(self) -> float:
-        """Return by how many seconds the time of day has stepped since the last call, or 0.
+        """Return by how many seconds the time of day has jumped since the last call, or 0.
 
-        A step means that somebody has set the clock, or that the machine slept. This method adds
-        the step to ``ahead``. It ignores steps below :data:`CLOCK_STEP`.
+        The time of day jumps when somebody sets the clock, or when the machine has slept. This
+        method adds the jump to ``ahead``. It ignores jumps below :data:`CLOCK_STEP`.
         """
         step = time.time() - self.time_of_day()
         if abs(step) < CLOCK_STEP:
@@ -76,8 +76,8 @@ class Core:
     ----------
     handle:
         Gives the pool an event and performs what the pool decides: :meth:`runner.Runner.handle`. A
-        part may call it while another call runs, for example if an action fails at once. The pool
-        then gets the event after the events before it.
+        part may call ``handle`` while an earlier call still runs, for example if an action fails at
+        once. The pool then gets the new event after the earlier events.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class Core:
         self.now = clock.now
         self._clock = clock
         self.handle = handle
-        #: For each device: how many times a process has come to the device or left it. If this
-        #: number has changed since a sample began, the sample is stale.
+        #: For each device: how often a process has come to the device or has left it. If this
+        #: number has grown since the start of a sample, the sample is stale.
         self.changes: dict[str, int] = {}
         #: Set whenever ``changes`` grows.
         self.changed = asyncio.Event()
-        #: The state of each session that is not detached. Most sessions are detached, and this
-        #: dictionary does not contain them.
+        #: The state of each session that is not detached. Detached sessions are missing, because
+        #: most sessions are detached.
         self.busy: dict[str, str] = {}
         #: A number that grows with each change that a snapshot of the pool may show.
         self.version = 0
@@ -112,7 +112,7 @@ class Core:
         self._flush: asyncio.TimerHandle | None = None
         self._rows = RowBudget()
         self._readers: list[RowReader] = []
-        #: Tells readers of the status about changes for which the journal gets no row.
+        #: Tells clients that show the status about changes for which the journal gets no row.
         self.stirs = Stirs()
         self._stopped = False
 
@@ -120,7 +120,7 @@ class Core:
 
     @property
     def ahead(self) -> float:
-        """The time of day minus :attr:`now`, in seconds, as the clock has last measured it."""
+        """The time of day minus :attr:`now`, in seconds, at the last measurement by the clock."""
         return self._clock.ahead
 
     def record(self, session: str) -> SessionRecord | None:
@@ -132,10 +132,10 @@ class Core:
         return self.pool.view(self.now())
 
     def follow_clock(self) -> None:
-        """Tell the pool the difference between the time of day and :attr:`now`, if it has changed.
+        """Tell the pool about a jump of the time of day, if there was one.
 
-        Parts also call this before each request, because timers may fire late after a machine has
-        woken up. Without this call, the pool could apply yesterday's budget to a request, and
+        Timers may fire late after a machine has woken up, so parts also call this method before
+        each request. Without this call, the pool could apply yesterday's budget to a request, and
         refuse the request although today's budget allows it.
         """
         if step := self._clock.follow():
@@ -149,7 +149,7 @@ class Core:
         self._replies[rid] = reply
 
     def forget(self, rid: str) -> bool:
-        """Stop waiting for an answer; return True if the pool has not answered yet."""
+        """Stop waiting for the answer to ``rid``; return True if the pool has not answered yet."""
         return self._replies.pop(rid, None) is not None
 
     def answered(self, rid: str, refusal: Refusal | None, note: str) -> None:
@@ -211,7 +211,7 @@ class Core:
             self.flush_later()
 
     def note_missing(self, *, all_of_them: bool = False) -> None:
-        """For each user with too many rows, write one row that counts the rows left out."""
+        """Write a row for each user whose rows were too many; it has the number of omitted rows."""
         for owner, kinds in self._rows.summaries(self.now(), all_of_them=all_of_them):
             self.note(
                 "omitted", owner=owner, detail={"rows": dict(kinds)},
@@ -220,18 +220,18 @@ class Core:
             )  # fmt: skip
 
     def dirty(self, session: str) -> None:
-        """Write the session, as the pool and the broker know it, with the next commit."""
+        """Mark the session's record; a commit writes it within FLUSH_AFTER seconds."""
         self.version += 1
         self._dirty.add(session)
         self.flush_later()
 
     @property
     def marked(self) -> bool:
-        """Whether the next commit writes a session's record."""
+        """Whether there are marked records, which the next commit writes."""
         return bool(self._dirty)
 
     def mark(self, session: str) -> None:
-        """Write the session's record with the next commit. The caller must commit."""
+        """Mark the session's record for the next commit. The caller must commit."""
         self._dirty.add(session)
 
     def commit(self) -> None:
@@ -265,7 +265,7 @@ class Core:
     # ------------------------------------------------------------------ the agents
 
     def push_lease(self, session: LiveSession, reason: str = "") -> None:
-        """Send the present state of the session's lease to its agent and members."""
+        """Send the state of the session's lease to its agent and to its members."""
         record = self.record(session.id)
         if session.has_listeners and record is not None:
             session.send(
@@ -283,7 +283,7 @@ class Core:
 
 
 def refused(refusal: Refusal) -> RefusedError:
-    """Return the error that the broker sends for a refusal of the pool."""
+    """Return the error that tells a client why the pool refuses its request."""
     return RefusedError(
         refusal.message,
         code=refusal.code,

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Computes how much of each cluster limit this machine's sessions use and will soon need.
 
-Sessions use up GPU-seconds. The machine borrows the GPU-seconds of a budget in small parts, while
-there are sessions that use this budget. Shortly before the next day begins, the machine also
-borrows GPU-seconds of that day. A group's guarantee is in bytes. The machine borrows the bytes that
-sessions of the group have, and the bytes that they wait for.
+A budget is in GPU-seconds, and sessions use them up. While sessions on this machine use a budget,
+the machine borrows GPU-seconds of this budget in small parts. Shortly before the next day begins,
+the machine also borrows GPU-seconds of the next day. A group's guarantee is in bytes. The machine
+borrows the bytes that the group's sessions have, and the bytes that they wait for.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from ..pool.model import Charge, PoolSettings
 from .core import Core
 
 #: While a user or group has a session on this machine, the machine keeps a stock of borrowed
-#: GPU-seconds: PART, and EACH for each GPU that the sessions have. The stock is so large that the
-#: sessions cannot use it up before the broker next checks it.
+#: GPU-seconds. The stock is PART seconds, plus EACH seconds for each GPU that the sessions have.
+#: The sessions cannot use up this stock before the broker checks it again.
 PART, EACH = 300, 60
-#: The machine borrows GPU-seconds in multiples of STEP. Otherwise the machine would send a message
-#: for each second of use. A session that may not run without GPU-seconds waits for STEP of them.
+#: The machine borrows GPU-seconds in multiples of STEP. With single seconds, it would send a
+#: message for each second of use. A session that may not run without GPU-seconds waits for STEP
+#: GPU-seconds.
 STEP = 60
 #: The machine borrows GPU-seconds for a window this many seconds before the window begins.
 AHEAD = 60.0
@@ -51,7 +52,7 @@ class Demands(NamedTuple):
 
 
 def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) -> Demands:
-    """Return how much of the limits all sessions use and need; ``now`` is the time of day."""
+    """Return how much of each limit the sessions use and need; ``now`` is the time of day."""
     used, keep = Counter[Key](), Counter[Key]()
     waits: list[tuple[float, dict[Key, int]]] = []
     leases = core.pool.leases()
@@ -60,7 +61,7 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         # Leave out the many users who have used no GPU since the window began.
         since = core.now() - (now - found[0])
         spent = seconds_used(rules, core.pool.usage(core.now(), since), now)
-    #: For each key of GPU-seconds: the number of GPUs that its sessions have.
+    #: For each key of GPU-seconds: the number of GPUs of the sessions that use this key.
     gpus = Counter[Key]()
     #: For each key of a guarantee: the bytes that sessions of the group have.
     held = Counter[Key]()
@@ -76,8 +77,9 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         have = sum(x.bytes for x in slices), len(slices), int(bool(slices))
         lacks = (0, 0, 0)
         if slices:
-            # The session lacks the part of its request that its slices do not have yet. To grow
-            # beyond its request, the session uses bytes that ``keep`` already contains.
+            # The session lacks the bytes of its request that its slices do not have. It does not
+            # lack the bytes between its request and its limit, because ``keep`` already contains
+            # them.
             lacks = sum(max(0, request.memory - x.bytes) for x in slices), 0, 0
         elif core.busy.get(session.id) == "queued":
             state = core.pool.record(session.id).suspended_bytes
@@ -87,8 +89,8 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         for key in keys:
             used[key] += _of(key, have)
             keep[key] += _of(key, again)
-        # Each window has its own key. Shortly before the next window begins, the loop counts the
-        # session under the keys of both windows.
+        # Each window of a budget has its own key. In the last AHEAD seconds of a window, this loop
+        # counts the session under two keys: for this window and for the next.
         for key in {*daily, *budgets_of(rules, session.owner, now + AHEAD)}:
             gpus[key] += len(slices)
         for key in guaranteed:
@@ -112,8 +114,8 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         keep[key] = -(-(used[key] + more) // STEP) * STEP if more else used[key]
     keep.update(refills_of(rules, spent))
     for key, amount in held.items():
-        # The group may have more bytes than this machine's part of the guarantee. Only that part
-        # counts as used.
+        # The group's sessions may have more bytes than this machine's part of the guarantee. Only
+        # the bytes within this part count as used.
         used[key] = min(amount, budgets.most(key, time.monotonic()))
     waits.sort(key=itemgetter(0))
     return Demands(

@@ -22,12 +22,12 @@ from .transport.listener import is_machine_wide
 def machine_environment(
     settings: BrokerSettings, socket: Path, journal: Path, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables that a process with the environment ``base`` needs to see the GPUs.
+    """Return the environment variables with which a process sees the emulated GPUs.
 
-    The real driver needs no variables.
+    ``base`` is the environment of the process. For real GPUs the result is empty.
 
-    Only this module chooses between the real and the emulated driver. The rest of the code cannot
-    tell them apart. With these variables, NVIDIA's own client libraries also find the chosen
+    Only this module chooses between the real and the emulated driver. No other part of the code can
+    distinguish them. With these variables, NVIDIA's own client libraries also find the chosen
     driver.
     """
     if not settings.emulate:
@@ -37,8 +37,8 @@ def machine_environment(
     folder = emulated_folder(socket, journal)
     folder.mkdir(mode=0o700, exist_ok=True)
     if is_machine_wide(socket):
-        # Every user's processes write the files of the emulated devices, so all users may enter the
-        # folder. Only this broker's own processes may create files there.
+        # The processes of all users write the files of the emulated devices, so all users may enter
+        # the folder. Only this broker's user may create files in the folder.
         folder.chmod(0o711)
     try:
         return emulation.environment(settings.emulate, folder, base)
@@ -69,9 +69,10 @@ def device_files(settings: BrokerSettings, socket: Path, journal: Path) -> str:
 
 
 def version_file(settings: BrokerSettings, socket: Path, journal: Path) -> Path | None:
-    """Return the version file of the emulated driver's kernel module; None for the real driver.
+    """Return the path of the emulated driver's version file; None for the real driver.
 
-    The emulated driver has no module, so the file exists only where a test makes it.
+    The real driver's version file belongs to its kernel module. The emulated driver has no module,
+    so only a test makes this file.
     """
     return emulated_folder(socket, journal) / "version" if settings.emulate else None
 
@@ -79,13 +80,13 @@ def version_file(settings: BrokerSettings, socket: Path, journal: Path) -> Path 
 def emulated_folder(socket: Path, journal: Path) -> Path:
     """Return the folder of the emulated devices.
 
-    The folder is normally beside the socket. If a logout would delete that folder, the broker uses
-    a folder beside the journal instead.
+    This is usually a folder beside the socket. If a logout deletes folders beside the socket, it is
+    a folder beside the journal.
     """
     lasting = journal.with_suffix(".emulated")
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if lasting.exists():
-        return lasting  # an earlier broker made this folder, perhaps with another XDG_RUNTIME_DIR
+        return lasting  # made by an earlier broker, perhaps with another XDG_RUNTIME_DIR
     if removed_at_logout(socket) or (runtime and Path(runtime) in socket.parents):
         return lasting
     return socket.with_name(socket.name + ".emulated")
@@ -110,8 +111,8 @@ def report(descriptor: int, message: Mapping[str, object]) -> None:
 #: The broker logs a warning if its limit of open files is lower than this.
 FEW_DESCRIPTORS = 1024
 
-#: The most open files that a broker needs. A broker may have thousands of sessions, and each of
-#: them needs up to three files.
+#: The largest number of open files that a broker needs. A broker may have thousands of sessions,
+#: with up to three files for each session.
 DESCRIPTORS = 1 << 16
 
 

@@ -2,14 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """The figures of the whole pool that the broker serves at ``/metrics`` for Prometheus.
 
-Gauges show the pool's own accounts at the time of the request. Counters and histograms count rows
-of the journal when the broker writes them; they begin when metrics are switched on. If the broker
-could not read a figure, or has not read it for a while, the figure is absent, never 0.
+A gauge shows the pool's state at the time of the request. Counters and histograms count the rows
+that the broker writes to the journal; they begin when metrics are switched on. If the broker could
+not read a figure, or has not read it for a while, the answer does not contain the figure. The
+answer never contains 0 instead.
 
-Every user of the machine may read the figures, so they name devices and priority classes, but no
-person, kernel or session. The server extension (``server/server_metrics.py``) counts the kernels of
-one server. Its metrics have other names, so that nobody adds them to the broker's metrics by
-mistake.
+Every user of the machine may read the figures. So the figures name devices and priority classes,
+but no person, kernel or session. The server extension (``server/server_metrics.py``) counts the
+kernels of one server. Its metrics have other names, so that nobody adds them to the broker's
+metrics by mistake.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ PREFIX = "jupyter_gpupool_"
 
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
-#: Why a session left its slice. ``waiting`` stands for every preemption of an idle kernel, and
-#: ``preempted`` for every preemption of a kernel in use.
+#: Why a session left its slice. ``waiting``: the pool took the slice of an idle kernel for a
+#: waiting kernel. ``preempted``: the pool took the slice of a kernel in use.
 CAUSES = ("idle", "release", "waiting", "preempted")
 
 #: The broker serves the same page for this many seconds, because any local user may ask as often as
@@ -66,13 +67,13 @@ OPENMETRICS = "application/openmetrics-text"
 #: Seconds between two measurements of the event loop's delay.
 BEAT = 1.0
 
-#: By default, the library adds one more series for each series, with the time at which the series
-#: began. Nobody needs these times, so the broker leaves them out.
+#: By default, the library adds a second series to each series: the time at which the series began.
+#: Nobody needs these times, so the broker leaves out the second series.
 _leave_out_created: Callable[[], None] = disable_created_metrics
 
 
 class Figures:
-    """The metrics, in their own registry, which is not the process's default registry.
+    """The metrics, in a registry of their own.
 
     ``node`` is the name of this machine in its cluster, or "".
     """
@@ -113,8 +114,8 @@ class Figures:
         self._accounts = _Accounts()
         self.registry.register(self._accounts)
         ProcessCollector(namespace=f"{PREFIX}broker", registry=self.registry)
-        # Each series begins at 0. Without this first value, a rate in Prometheus misses the first
-        # event.
+        # Make each series begin with 0. In a series without this first value, Prometheus does not
+        # count the first event in a rate.
         for view in core.pool.device_views():
             uuid = view.device.uuid
             for family in (*self.durations.all, self.resumes, self.migrations):
@@ -185,11 +186,11 @@ class Figures:
         self._accounts.show([*self.gauges.families(), self.attached.family()])
 
     async def page(self, new_format: bool) -> tuple[bytes, str]:
-        """Return the figures, at most ``FRESH`` seconds old, and their content type.
+        """Return the text with the figures, and its content type.
 
-        If ``new_format`` is true, the format is OpenMetrics, otherwise the text format of
-        Prometheus. The event loop reads the accounts. A thread writes the text, which takes ten
-        times as long.
+        The figures are at most ``FRESH`` seconds old. If ``new_format`` is true, the format is
+        OpenMetrics. Otherwise it is the text format of Prometheus. The event loop reads the
+        figures. A thread makes the text, because this takes ten times as long.
         """
         async with self._turn:
             now = asyncio.get_running_loop().time()
@@ -198,8 +199,8 @@ class Figures:
                 self._paged_at = now
             if new_format not in self._pages:
                 self.read()
-                # The cache has one key for each of the two formats. A client's Accept header must
-                # not become a key, because clients could then fill the cache.
+                # The cache has only two keys, one for each format. A client's Accept header must
+                # not be a key, because clients could then fill the cache.
                 encode, kind = choose_encoder(OPENMETRICS if new_format else "")
                 self._pages[new_format] = await asyncio.to_thread(encode, self.registry), kind
             return self._pages[new_format]
@@ -219,10 +220,10 @@ class _Accounts(Collector):
 
 
 class Attached:
-    """For each device: the number of seconds for which kernels had slices.
+    """Counts, for each device, the seconds for which kernels had slices.
 
-    When the broker writes a row about a transition, this class reads the session's record in the
-    pool, because the row names only one device.
+    A row of the journal names only one device. So when the broker writes a row about a transition,
+    this class reads the session's devices from the pool's record.
     """
 
     def __init__(self, core: Core) -> None:
@@ -368,8 +369,8 @@ def _info(name: str, what: str, values: dict[str, str]) -> InfoMetricFamily:
     return InfoMetricFamily(f"{PREFIX}{name}", what, value=values)
 
 
-#: The most connections at the same time. If there are more, the server closes the oldest
-#: connection, because the newest connection may come from Prometheus.
+#: The most connections at the same time. For one more connection, the server closes the oldest one,
+#: because the new one may come from Prometheus.
 MOST = 32
 
 #: Seconds within which a connection must have its answer.
@@ -380,17 +381,18 @@ MAX_HEAD = 16 << 10
 
 TEXT = "text/plain; charset=utf-8"
 
-#: Takes True for OpenMetrics, or False for Prometheus' text format. Returns the page and its
-#: content type.
+#: Makes the page with the metrics: in OpenMetrics for True, in Prometheus' text format for False.
+#: Returns the page and its content type.
 MetricsPage = Callable[[bool], Awaitable[tuple[bytes, str]]]
 
 
 class Endpoint:
     """Serves only ``page``, at ``port`` of 127.0.0.1, from the broker's event loop.
 
-    Any local user may connect. So a connection may send only one request, without a body. Only a
-    few connections are open at the same time, and none stays open for longer than a healthy scrape
-    takes. Nothing here waits for a client.
+    Any local user may connect, so the server limits what a client can do. A connection may send
+    only one request, without a body. At most ``MOST`` connections are open at the same time. The
+    server closes each connection after ``DEADLINE`` seconds; a healthy scrape is faster. The event
+    loop never waits for a client.
 
     Raises
     ------
@@ -445,7 +447,7 @@ class _MetricsServer(HTTPServer):
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Set up; see :class:`tornado.util.Configurable`."""
-        #: The timer that closes each open connection. The oldest connection is the first.
+        #: For each open connection, the oldest first: the timer that closes the connection.
         self._deadlines: dict[IOStream, asyncio.TimerHandle] = {}
         super().initialize(*args, **kwargs)
 
@@ -477,7 +479,7 @@ class _MetricsServer(HTTPServer):
 
 
 def _wants_openmetrics(accept: str) -> bool:
-    """Return whether a client that sends ``Accept`` like this reads OpenMetrics."""
+    """Return whether the client reads OpenMetrics; ``accept`` is its Accept header."""
     kinds = [part.split(";")[0].strip().lower() for part in accept.split(",")]
     return "application/openmetrics-text" in kinds
 

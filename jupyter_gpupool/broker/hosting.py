@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels that this machine runs for servers on other machines.
+"""Runs kernels on this machine for servers on other machines.
 
 Each kernel runs as the user who asks for it. An order comes in a credential, which names the user
 and this machine. The broker itself opens no file of a user. A program that runs as the user opens
@@ -35,15 +35,15 @@ from .core import Core
 from .sessions import Death
 from .transport.auth import Peer
 
-#: PATIENCE: seconds within which the program that becomes a kernel must answer. SIGNAL_PATIENCE:
-#: seconds within which a signal must be sent.
+#: PATIENCE: the program that becomes a kernel must answer within this many seconds.
+#: SIGNAL_PATIENCE: the program that sends a signal must end within this many seconds.
 PATIENCE, SIGNAL_PATIENCE = 50.0, 10.0
 #: Seconds to wait for the end of a killed program. A program that waits for a file system may end
 #: much later.
 END_PATIENCE = 2.0
 
-#: MOST_OF_USER and MOST: the most orders of one user, and of all users, that threads carry out at
-#: the same time. MOST_CHECKS: the most credentials that threads check at the same time.
+#: How many threads may run at the same time. MOST_OF_USER: threads for the orders of one user.
+#: MOST: threads for the orders of all users. MOST_CHECKS: threads that check credentials.
 MOST_OF_USER, MOST, MOST_CHECKS = 8, 64, 64
 
 #: The most bytes in the answer of the program that becomes a kernel. The program is the user's
@@ -56,8 +56,8 @@ KEPT = 1000
 #: kernel on this machine.
 _TOLD = frozenset({"release", "keep", "request", "why", "elsewhere"})
 
-#: Python runs in isolated mode (-I). Otherwise the environment variables of an account, or files in
-#: a folder, could change what the program imports.
+#: Python runs in isolated mode (-I). Otherwise environment variables, or Python files in the user's
+#: home folder, could change what the program imports.
 PROGRAM = (sys.executable, "-I", "-m", "jupyter_gpupool.cluster.kernel_host")
 #: Capabilities to become another user, and their numbers in linux/capability.h.
 _NEEDED = {"CAP_SETGID": 6, "CAP_SETUID": 7}
@@ -83,7 +83,7 @@ class Account:
 
 
 def switch_to(account: Account) -> tuple[list[str], dict[str, Any]]:
-    """Return how to run a command as a user: words before the command, and ``Popen`` arguments."""
+    """Return the words before a command and the ``Popen`` arguments that run it as a user."""
     if os.geteuid() != 0:
         return [], {}
     return [], {"user": account.uid, "group": account.gid, "extra_groups": account.groups}
@@ -107,7 +107,7 @@ def check_rights(node: str, status: Path = Path("/proc/self/status")) -> None:
 
 
 def talk(link: socket.socket, line: bytes, deadline: float) -> bytes:
-    """Send a line; return the line of the answer, or the part that came before ``deadline``."""
+    """Send a line; return the first line of the answer, cut off at ``deadline`` if necessary."""
     found = b""
     with suppress(OSError):
         link.settimeout(max(0.01, deadline - time.monotonic()))
@@ -122,9 +122,9 @@ def talk(link: socket.socket, line: bytes, deadline: float) -> bytes:
 
 
 def looked(status: Mapping[str, Any], kernels: Iterable[Any]) -> Mapping[str, Any]:
-    """Return the part of a status about ``kernels``, without the kernels of other users."""
+    """Return the part of ``status`` about those ``kernels`` that belong to the viewer."""
     wanted = {name for name in kernels if isinstance(name, str)}
-    # If the user is an admin, the status has the sessions of all users.
+    # Check the owner, because the status for an admin has the sessions of all users.
     sessions = [
         session for session in status["sessions"]
         if session["owner"] == status["user"] and session.get("kernel_id") in wanted
@@ -146,8 +146,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
     The caller must not have reaped the program.
 
-    The program's user controls the program. So the program may be stopped, it may ignore the end of
-    its input, and its children may keep its output open.
+    The program may not end in this time, because its user controls it. It may be stopped, it may
+    ignore the end of its input, and its children may keep its output open.
     """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -187,14 +187,14 @@ class Hosting:
         self._started: dict[tuple[int, str], subprocess.Popen[bytes]] = {}
         #: For each kernel that is starting now: whether it must end as soon as it has started.
         self._starting: dict[tuple[int, str], bool] = {}
-        #: By process id: waits for the end of the process, and then reaps it.
+        #: By process id: the object that waits for the end of the process, and then reaps it.
         self._deaths: dict[int, Death] = {}
-        #: By user: the number of orders that threads carry out now. The key -1 counts credentials
-        #: whose user the broker does not know yet.
+        #: By user: the number of threads that carry out an order now. The key -1 is for the threads
+        #: that check a credential, because the user is not known before.
         self._working: Counter[int] = Counter()
 
     async def perform(self, credential: str) -> Message:
-        """Carry out the order in a credential; return ``ok`` or ``error`` as a message."""
+        """Carry out the order in a credential; return an ``ok`` message or an ``error`` message."""
         try:
             return {"type": "ok", **await self._perform(credential)}
         except GPUPoolError as error:
@@ -238,7 +238,7 @@ class Hosting:
         raise RefusedError(f"There is no order {str(do)[:40]!r}.", code=Code.UNKNOWN_TYPE)
 
     async def _look(self, uid: int, kernels: Any) -> Mapping[str, Any]:
-        """Return the sessions of a user's kernels, as ``status`` shows them, and their GPUs."""
+        """Return the sessions of a user's kernels and the GPUs of these sessions."""
         if not isinstance(kernels, list) or len(kernels) > MOST_LOOKED:
             raise RefusedError(
                 f"An order may ask about at most {MOST_LOOKED} kernels.", code=Code.BAD_REQUEST
@@ -255,8 +255,8 @@ class Hosting:
     async def _in_thread(self, uid: int, work: Callable[[], _T]) -> _T:
         """Run ``work`` in a new thread; return its result.
 
-        When the broker ends, it does not wait for the thread. A user's files, processes and account
-        are on systems that may hang, so the broker limits the number of these threads.
+        The thread may hang with a user's files, a user's processes, or the account database. So the
+        broker limits the number of such threads, and does not wait for them when it ends.
         """
         in_all = self._working.total() - self._working[-1]
         own = self._working[uid]
@@ -317,13 +317,16 @@ class Hosting:
             self._deaths[process.pid] = Death(known, reap)
 
     def _forget_old(self) -> None:
-        """Keep only the exit codes of the last kernels that ended."""
+        """Keep the exit codes of KEPT ended kernels, and forget those that started first."""
         ended = [key for key, process in self._started.items() if process.poll() is not None]
         for key in ended[:-KEPT]:
             del self._started[key]
 
     def _poll(self, key: tuple[int, str]) -> dict[str, Any]:
-        """Return whether a kernel runs, and its exit code if it has ended and the code is known."""
+        """Return whether a kernel runs, and its exit code.
+
+        The exit code is None while the kernel runs, or if the code is unknown.
+        """
         if key in self._starting:
             return {"running": True, "code": None}
         process = self._started.get(key)
@@ -341,14 +344,14 @@ class Hosting:
         return None
 
     async def _signal(self, key: tuple[int, str], number: Any) -> dict[str, Any]:
-        """Send a kernel and its children a signal, with the rights of its user."""
+        """Send a signal to a kernel and its process group, with the rights of its user."""
         if number not in _SIGNALS:
             raise RefusedError("An order cannot send this signal.", code=Code.BAD_REQUEST)
         if key in self._starting:
             if number not in (signal.SIGKILL, signal.SIGTERM):
                 raise RefusedError("This kernel has not started yet.", code=Code.AGAIN)
-            # A server sends this signal if it has lost the answer to its order, or no longer wants
-            # the kernel.
+            # The kernel must end as soon as it has started. A server sends this signal if it got no
+            # answer to its ``start`` order, or no longer wants the kernel.
             self._starting[key] = True
             return {"running": True}
         process = self._started.get(key)
@@ -390,7 +393,7 @@ class Hosting:
     def _run_as(
         self, uid: int, order: Message
     ) -> tuple[Mapping[str, Any], subprocess.Popen[bytes]]:
-        """Carry out an order: run the program as a user; return its answer and its process."""
+        """Run the program of an order as a user; return the program's answer and its process."""
         account = self._account(uid)
         check_rights(self._node)
         prefix, switch = switch_to(account)
@@ -451,8 +454,8 @@ class Hosting:
         """Return the account of a user; refuse a user for whom this broker may start no kernel."""
         own = os.geteuid()
         if uid == 0 or own not in (0, uid):
-            # A kernel of root could do everything here. A user's own broker cannot become another
-            # user.
+            # A kernel that runs as root could do everything on this machine. A broker that runs as
+            # a user cannot start a kernel as another user.
             raise RefusedError(
                 f"The broker of {self._node} starts no kernel for user id {uid}.",
                 code=Code.NOT_ALLOWED,

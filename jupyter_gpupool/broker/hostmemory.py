@@ -21,10 +21,12 @@ SLACK = 8
 
 
 class HostRoom:
-    """The room for suspended state: each level's free memory, less the part that must stay free.
+    """Sets host memory aside for suspended state, within the limits of all levels.
 
-    The bytes of a suspend under way count as used, although the system's figures do not show the
-    copy yet. Otherwise two suspends could take the same bytes. A thread reads the system's files.
+    A level is the machine or a control group. Its room is its free memory, less the part that must
+    stay free, less the bytes of the suspends under way. The system's figures do not show these
+    bytes yet, and without them, two suspends could take the same bytes. A thread reads the system's
+    files.
     """
 
     def __init__(
@@ -32,7 +34,8 @@ class HostRoom:
     ) -> None:
         self.host = host or Host()
         self._reserve = reserve
-        #: For each session with a suspend under way: its bytes, and the levels in which they count.
+        #: By session with a suspend under way: the bytes of the suspend, and the keys of the levels
+        #: in which these bytes count.
         self._going: dict[str, tuple[int, frozenset[str]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpupool-host")
 
@@ -47,18 +50,19 @@ class HostRoom:
     # ------------------------------------------------------------------ figures
 
     def kept(self, level: Level) -> int:
-        """Return the bytes of a level that always stay free."""
+        """Return the bytes of a level that suspended state must leave free."""
         return self._reserve().of(level.limit, machine=level.group is None)
 
     def most(self, level: Level) -> int:
-        """Return the most bytes of suspended state that fit into an otherwise empty level."""
+        """Return the most bytes of suspended state for a level that holds nothing else."""
         return max(0, level.limit - self._margin(level))
 
     def machine(self) -> int:
-        """Return the bytes that suspends may take within the limits of the broker itself.
+        """Return the bytes that suspends may take in the levels of the broker's own process.
 
-        These limits are the machine's memory and the broker's cgroup. In a container, this cgroup
-        also holds the kernels. The result ignores suspends under way. This method reads files.
+        These levels are the machine and the broker's control groups. In a container, the kernels
+        are in these groups, too. The result does not subtract the bytes of suspends under way. This
+        method reads files, so call it in the thread of :meth:`read`.
         """
         return max(0, min(level.free - self._margin(level) for level in self.host.levels()))
 
@@ -98,14 +102,14 @@ class HostRoom:
         return "", False
 
     def give(self, session: str) -> None:
-        """Note that the suspend is over.
+        """Stop counting the bytes of a session's suspend, because the suspend is over.
 
         If the suspend made a copy, the system's figures include the copy now.
         """
         self._going.pop(session, None)
 
     def never(self, levels: list[Level], size: int) -> str:
-        """Return why ``size`` bytes of state can never be suspended within these levels, or ""."""
+        """Return why ``size`` bytes are more than one of these levels can ever hold, or ""."""
         least = min(levels, key=self.most)
         return self._refusal(least, size) if size > self.most(least) else ""
 

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Keeps the last hour's figures of devices and queue in memory: one point for each minute.
 
-If no session is open, or the broker does not run, the broker reads no figures. The point of such a
-minute is null, and a graph has a gap there.
+A minute may have no figures, because the broker did not run, or took no sample without a session.
+The point of such a minute is null, and a graph shows a gap.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..pool.model import DeviceView
 from .core import Core
 from .gpu.samples import Samples
 
-#: The seconds that one point covers, and the number of points. The last point is the present
-#: minute.
+#: STEP: the seconds that one point covers. KEPT: the number of points. The last point is for the
+#: present minute, which has not ended yet.
 STEP, KEPT = 60, 60
 
 #: The figures of a device.
@@ -63,7 +63,7 @@ class _Minute:
 
 
 class Hour:
-    """For each minute: the mean of each figure of each device, and the longest queue."""
+    """The points of the last hour: the mean figures of each device, and the longest queue."""
 
     def __init__(self) -> None:
         self._minutes: deque[_Minute] = deque(maxlen=KEPT)
@@ -76,7 +76,7 @@ class Hour:
         self._minutes[-1].count(devices, queue)
 
     def shown(self, now: float, devices: Iterable[str]) -> dict[str, Any]:
-        """Return the points up to ``now``, oldest first, for these devices."""
+        """Return the points of these devices and of the queue, oldest first, up to ``now``."""
         last = int(now // STEP)
         by_number = {minute.number: minute for minute in self._minutes}
         minutes = [by_number.get(number) for number in range(last - KEPT + 1, last + 1)]
@@ -113,7 +113,8 @@ class HourBook:
     def count_queue(self) -> None:
         """Add the length of the queue; call this when a session begins to wait.
 
-        Most waits are shorter than the time between two calls of :meth:`look`.
+        Most waits are shorter than the time between two calls of :meth:`look`, so :meth:`look`
+        alone would miss them.
         """
         self._hour.take(self._core.now(), {}, self._waiting())
 

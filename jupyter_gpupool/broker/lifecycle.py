@@ -17,11 +17,12 @@ from .pages.activity import DEVICE_HOLD
 from .sessions import LiveSession
 from .transport.connection import Connection
 
-#: Seconds for which the holds of a disconnected agent are kept while its process lives.
+#: If an agent disconnects but its process lives, the broker keeps the agent's holds for this many
+#: seconds.
 GRACE = 10.0
 
-#: Seconds from ``open`` to ``launched``. After that the session ends, because its server may have
-#: been killed.
+#: A server must send ``launched`` within this many seconds after ``open``. Otherwise the session
+#: ends, because somebody may have killed the server.
 LAUNCH_TIMEOUT = 30.0
 
 
@@ -33,7 +34,7 @@ class Lifecycle:
         self._log = log
 
     def record(self, session: LiveSession) -> SessionRecord:
-        """Return the pool's record of a session; refuse one that has ended."""
+        """Return the pool's record of a session; raise RefusedError if the session has ended."""
         record = self._core.record(session.id)
         if record is None:
             raise RefusedError(f"Session {session.id} has ended.", code=Code.UNKNOWN_SESSION)
@@ -72,7 +73,7 @@ class Lifecycle:
         )  # fmt: skip
 
     def agent_gone(self, session: LiveSession) -> None:
-        """End the waits of the session's agent, and keep its holds while it may reconnect."""
+        """End the agent's waits, and keep its holds for GRACE seconds, because it may reconnect."""
         session.agent = None
         if session.yielding is not None and not session.yielding[1].done():
             session.yielding[1].set_result((False, None))
@@ -83,7 +84,7 @@ class Lifecycle:
     def member_gone(self, session: LiveSession, connection: Connection) -> None:
         """End the holds of a member whose connection has ended.
 
-        The member's program has ended, or it needs no GPU now.
+        A member ends its connection when its program ends or needs no GPU now.
         """
         for hold in session.members.pop(connection, ()):
             self.cancel(session, hold)
@@ -94,7 +95,7 @@ class Lifecycle:
             self.cancel(session, hold)
 
     def cancel(self, session: LiveSession, hold: str) -> None:
-        """Drop a hold. A request that waits for it ends with the error ``cancelled``."""
+        """Drop a hold. If a ``hold`` request waits for it, refuse the request as ``cancelled``."""
         wait = session.waits.pop(hold, None)
         if wait is not None:
             wait.refuse(RefusedError("The wait was cancelled.", code=Code.CANCELLED))

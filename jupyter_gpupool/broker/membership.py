@@ -1,10 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Finds a user's groups, by the rules of the configuration, Unix groups and Hub groups.
+"""Finds a user's groups in the pool: from the configuration, Unix groups and Hub groups.
 
-Unix groups come from NSS. Hub groups come from a function that the admin wrote. Both sources may
-use the network and hang, so the broker asks them in threads. The broker opens a session when it has
-the answers. After PATIENCE seconds, it opens the session without the answers.
+The rules of the configuration say who is in a group. They may name users, Unix groups and Hub
+groups. The broker gets the Unix groups of a user from NSS, and the Hub groups from a function that
+the admin wrote. NSS and this function may use the network and hang, so the broker calls them in
+threads. The broker opens a session when it has the answers. After PATIENCE seconds, it opens the
+session without the answers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .transport.auth import User, owner_of
 #: this time.
 LASTS = 300.0
 
-#: Seconds that the opening of a session waits for NSS.
+#: The most seconds that the opening of a session waits for the groups of its user.
 PATIENCE = 5.0
 
 #: The most threads that ask at the same time.
@@ -48,7 +50,7 @@ _NOTHING = _KnownGroups()
 
 
 def _names(found: Iterable[str]) -> frozenset[str]:
-    """Return the names that the admin's function returned; refuse anything but a list of names."""
+    """Return the names that the admin's function returned; raise TypeError for other values."""
     names = [found] if isinstance(found, str) else [*found]
     if isinstance(found, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"c.GPUPool.hub_groups returned {found!r}, which is no list of names")
@@ -80,7 +82,7 @@ class Memberships:
         self._known = {uid: replace(known, until=0.0) for uid, known in self._known.items()}
 
     def is_known(self, uid: User) -> bool:
-        """Return whether :meth:`owner` works now, without another call of :meth:`learn`."""
+        """Return whether the user's groups are known, so that :meth:`learn` is not necessary."""
         if not self._asks():
             return True
         known = self._known.get(uid)
@@ -89,8 +91,8 @@ class Memberships:
     async def learn(self, uid: User, settings: BrokerSettings | None = None) -> None:
         """Find the groups of a user. If no answer comes in PATIENCE seconds, keep the known groups.
 
-        ``settings`` are settings that are not in force yet. If the caller passes them, this method
-        asks the function in these settings for the Hub groups.
+        ``settings`` are new settings, before they come into force. With them, the Hub groups come
+        from the function in the new settings.
         """
         task = self._under_way.get(uid) or self._begin(uid, settings)
         done, _ = await asyncio.wait([task], timeout=PATIENCE)
@@ -159,7 +161,7 @@ class Memberships:
         return groups_of(members, owner_of(uid).name, known.unix_groups, known.hub_groups)
 
     def owner(self, uid: User, chosen: str = "") -> Owner:
-        """Return the user with the ``chosen`` group, or with the first group if none is chosen.
+        """Return the owner of a session: the user, with the ``chosen`` group or the first group.
 
         Raises
         ------

@@ -42,12 +42,13 @@ class Metrics:
         self._served: tuple[Figures, Endpoint] | None = None
 
     def configure(self) -> None:
-        """Serve the metrics as configured from now on.
+        """Serve the metrics at the configured port, or stop to serve them if no port is configured.
 
-        If another process has the port, the broker logs this and continues to run, because kernels
-        do not depend on metrics. This happens if several users' own brokers read the same
-        machine-wide configuration. If another port served the metrics before, the broker still
-        serves them there. The next call tries the configured port again.
+        Another process may use the configured port, for example if several users' own brokers read
+        the same machine-wide configuration. The broker then logs this and continues to run, because
+        kernels do not depend on metrics. If the broker served the metrics at another port before,
+        it goes on to serve them at that port. The next call of this method tries the configured
+        port again.
         """
         port = self._configuration.settings.metrics_port
         if port and port != self.port:

@@ -3,10 +3,11 @@
 """Notices when host memory that holds suspended state becomes short, and tells the pool.
 
 Suspended state cannot be swapped out or dropped. If the machine or a control group runs out of
-memory, the system may end the kernel that holds the state. Such a machine or control group is a
-"level". If a level becomes short, the pool learns which sessions use this level. It then resumes
-the session with the largest state for which a device has room (see ``HostPressure``). The session's
-user gets a notice. The notice says that the state moves to a GPU, or that no GPU has room for it.
+memory, the system may end the kernel that holds the state. In this module, the machine and each
+control group is a "level". If a level becomes short of memory, the broker tells the pool which
+sessions use this level. The pool then resumes one of them: the session with the largest state for
+which a device has room (see ``HostPressure``). The session's user gets a notice. The notice says
+that the state moves to a GPU, or that no GPU has room for it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from .core import Core
 from .hostmemory import SLACK, HostRoom
 from .sessions import LiveSession
 
-#: A level is short if its processes wait for memory for at least this per cent of the time.
+#: A level with little free memory is short if its processes wait for memory for at least this
+#: percentage of the time.
 STALLED = 10.0
 
-#: After this many rounds, the broker reads the control groups of a process again, because somebody
+#: The broker reads the control groups of a process again after this many rounds, because somebody
 #: may have moved the process to another group.
 AGAIN = 60
 
@@ -39,7 +41,8 @@ class _Short:
     """A level that is short of memory."""
 
     level: Level
-    #: The notices that users got: the session, and whether the notice announced a move to a GPU.
+    #: The notices that users have got about this level. Each entry has the session, and whether the
+    #: notice announced a move to a GPU.
     told: set[tuple[str, bool]] = field(default_factory=set)
 
 
@@ -53,7 +56,8 @@ class Pressure:
         self._looks = 0
         #: By process: its control groups, and the round that read them.
         self._groups: dict[ProcessId, tuple[int, tuple[ControlGroup, ...]]] = {}
-        #: By level: how many times the level has been at its limit, as the system counts.
+        #: By level: how often the level had reached its memory limit at the last check. The system
+        #: counts this.
         self._events: dict[str, int] = {}
         self._short: dict[str, _Short] = {}
         self._concerned: frozenset[str] = frozenset()
@@ -112,9 +116,9 @@ class Pressure:
         if level.free >= 2 * kept:
             self._events.pop(level.key, None)
             return False
-        # Here the free memory is near the reserve, so the broker also looks at the system's own
-        # signs of stress. It ignores these signs if more memory is free: a group that reads many
-        # files is always at its limit, but the system can drop the cached files.
+        # The free memory is between the reserve and twice the reserve. So look also at the system's
+        # own signs of stress. With more free memory, these signs mean nothing: a group that reads
+        # many files is always at its limit, but the system can drop the cached files.
         stress = self._room.host.stress(level)
         before = self._events.get(level.key, stress.events)
         self._events[level.key] = stress.events
@@ -169,9 +173,9 @@ class Pressure:
     # ------------------------------------------------------------------ limits below the slice
 
     async def _look_at_limits(self) -> None:
-        """Check whether each session's requested size could ever fit into host memory.
+        """Find the sessions whose requested size can never fit into host memory; store the reason.
 
-        The broker checks each requested size once.
+        The broker checks each requested size of a session once.
         """
         todo: list[tuple[LiveSession, ProcessId, int]] = []
         for name in self._core.busy:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Limits the requests, rows, log records and loop time that one user or one cause may take."""
+"""Limits what one user or one cause may use: requests, journal rows, log records, loop time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from .store.journal import Row
 #: Rows of the journal that a user may cause: per second, and in one burst.
 ROWS = 5.0, 2000.0
 
-#: One summary row covers the surplus rows of this many seconds.
+#: The broker does not write the rows above the limit. One summary row counts them for this many
+#: seconds.
 SUMMARY = 60.0
 
 #: Kinds of rows that cost a client nothing and record no use of a device.
 _CHEAP = frozenset({"open", "close", "refuse", "queue"})
 
-#: The most log records of one cause in PERIOD seconds: MOST_CAUSED if the records name a cause or
-#: have a traceback, otherwise MOST.
+#: How many log records of one cause the filter lets pass in PERIOD seconds: MOST_CAUSED if the
+#: records name a cause or have a traceback, otherwise MOST.
 MOST, MOST_CAUSED = 100, 10
 PERIOD = 60.0
 
@@ -32,7 +33,7 @@ MAX_CAUSES = 1000
 
 
 class TokenBucket:
-    """A token bucket. A payment may take more tokens than the bucket holds.
+    """A token bucket. A payment may take more tokens than are left in the bucket.
 
     It reads no clock: the time is an argument of each method.
 
@@ -72,7 +73,8 @@ class _Rows:
     """One user's bucket and unwritten rows."""
 
     bucket: TokenBucket
-    #: The number of rows that were not written, by kind, and the time of the first of these rows.
+    #: ``missing``: by kind, the number of rows that were not written. ``since``: the time of the
+    #: first of these rows.
     missing: Counter[str] = field(default_factory=Counter)
     since: float = 0.0
 
@@ -113,7 +115,7 @@ class RowBudget:
         return False
 
     def summaries(self, now: float, *, all_of_them: bool = False) -> list[tuple[str, Counter[str]]]:
-        """Return the users whose rows were not written, with the number of these rows by kind."""
+        """Return users with rows that were not written, and the number of these rows by kind."""
         found = []
         for owner, user in list(self._users.items()):
             if user.missing and (all_of_them or now - user.since >= SUMMARY):
@@ -126,12 +128,12 @@ class RowBudget:
 class LogLimit(logging.Filter):
     """Limits what one cause can write to the log, so that no client can fill root's disk.
 
-    The first record of a cause after a period says how many of the cause's records the filter
-    dropped in that period.
+    If the filter has dropped records of a cause in a period, the cause's first record after the
+    period says how many.
 
-    The cause of a record is its text before its arguments are filled in. A record may add to its
-    cause with ``extra={"cause": ...}``, so that one user's errors do not hide another user's
-    record.
+    The cause of a record is the text of the record without its arguments. With ``extra={"cause":
+    ...}``, the cause also includes this value, for example a user. So the errors of one user do not
+    hide the records of another user.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -165,12 +167,13 @@ def _cause(record: logging.LogRecord) -> Hashable:
     return record.name, record.levelno, text, getattr(record, "cause", None)
 
 
-#: Seconds that one part of long work may take, and seconds that the loop then has for other work.
+#: PART: seconds that one part of long work may take. REST: seconds that the event loop has for
+#: other work after each part.
 PART, REST = 0.0003, 0.001
 
 
 class Pace:
-    """Does long work on the event loop in short parts: await :meth:`step` after each item.
+    """Splits long work on the event loop into short parts. Await :meth:`step` after each item.
 
     Python takes tens of milliseconds to read a thousand sessions. Without pauses, this work would
     delay a kernel that asks for a slice meanwhile.
@@ -180,7 +183,7 @@ class Pace:
         self._began = time.perf_counter()
 
     async def step(self) -> None:
-        """Pause if this part has taken long enough; otherwise return at once."""
+        """Pause for REST seconds if this part has taken PART seconds; otherwise return at once."""
         if time.perf_counter() - self._began >= PART:
             await asyncio.sleep(REST)
             self._began = time.perf_counter()

@@ -2,14 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """Changes the settings while the broker runs: at a SIGHUP, and when a schedule begins or ends.
 
-If a user is no longer in the group of a session, the session uses the share of the user's first
-group from then on.
+If a user is no longer in the group of a session, the session moves to the user's first group, and
+uses the share of that group.
 
-This module checks whether the machine's GPUs suffice for the groups of a configuration. If they do
-not suffice at a SIGHUP, the broker keeps the configuration in force. If they do not suffice at a
-start, the broker ends. There is one exception: if the machine could give the same guarantees at an
-earlier start, the broker starts with a warning. A GPU that is missing today must not take the pool
-away from everybody.
+This module checks whether the machine's GPUs suffice for the guarantees of a configuration. If they
+do not suffice at a SIGHUP, the broker refuses the new configuration. If they do not suffice at a
+start, the broker ends, with one exception: if the machine could give the same guarantees earlier,
+the broker starts with a warning. So a GPU that is missing today does not take the pool away from
+everybody.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .membership import Memberships
 from .metrics import Metrics
 from .timekeeper import Timekeeper
 
-#: The key in the journal's metadata for the guarantees that this machine could give earlier.
+#: The key in the journal's metadata for the last guarantees that this machine could give.
 KEPT = "guarantees"
 
 
@@ -43,8 +43,8 @@ class Reload:
     Parameters
     ----------
     limits:
-        Returns the rules as the pool of this machine must see them. The part of a shared limit that
-        this machine may not use counts as used by other machines.
+        Changes the settings to those for the pool of this machine. In them, the part of a shared
+        limit that this machine may not use counts as used by other machines.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Reload:
         Raises
         ------
         WrongConfiguration
-            If there are mistakes. The error has all of them.
+            If the GPUs do not suffice. The error has all faults of the configuration.
         """
         timetable, journal = self._configuration.timetable, self._core.journal
         faults, kept = self._wrong_here(timetable), _guarantees(timetable)
@@ -132,13 +132,13 @@ class Reload:
             await asyncio.gather(*(self._memberships.learn(uid, base) for uid in users))
 
     async def _settle(self) -> None:
-        """Change the groups of sessions that an earlier broker has opened under other rules."""
+        """Change the groups of an earlier broker's sessions, if the rules have changed since."""
         await self._learn(self._configuration.timetable)
         if self._moved():
             self._apply()
 
     def _moved(self) -> dict[str, str]:
-        """Return the sessions whose users are no longer in their group, each with its new group."""
+        """Map each session whose user is no longer in the session's group to the new group."""
         found = {}
         for session in self._core.sessions:
             record = self._core.record(session.id)
@@ -189,10 +189,9 @@ class Reload:
         self._naming = asyncio.get_running_loop().create_task(self._warn_of_names())
 
     async def _warn_of_names(self) -> None:
-        """Log which users and Unix groups of the configuration do not exist.
+        """Log the users and Unix groups that the configuration names but that do not exist.
 
-        The broker logs them and goes on, because a removed account must not stop the pool for
-        everybody.
+        The broker only logs them, because a removed account must not stop the pool for everybody.
         """
         timetable = self._configuration.timetable
         for fault in await nss.ask(lambda: unknown_names(timetable.base)):

@@ -3,7 +3,8 @@
 """The requests that the broker accepts: the fields of each, and the values of each field.
 
 The types below check every value that a client sends. So the rest of the broker gets no unexpected
-number, text or nesting. Kernels do not import this module, because it would make each start longer.
+number, text or nesting. Kernels do not import this module, because the import would delay the start
+of each kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_DIGITS = 20
 
 
 class OutOfRange(ValueError):
-    """A number of the right type outside the allowed range."""
+    """Raised for a number that has the right type but is outside the allowed range."""
 
 
 class Field(Protocol):
@@ -33,7 +34,7 @@ class Field(Protocol):
     def about(self) -> str: ...
 
     def read(self, value: Any) -> Any:
-        """Return the value to use; raise ``ValueError`` with the reason if the field refuses it."""
+        """Return the value to use; raise ``ValueError`` with a reason if the value is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class HoldName:
-    """A hold of an agent: its name, or an object with ``id`` and ``kind``."""
+    """A hold of an agent: the name of the hold, or an object with ``id`` and ``kind``."""
 
     about: str = "hold"
     inner: Object = field(
@@ -199,8 +200,8 @@ class HoldName:
 #: A client's text for people; the broker shortens it.
 _WORDS = Text(4096)
 
-#: Texts that agents carry between brokers. An agent encodes the text again, and the encoded text
-#: must not exceed MAX_REQUEST.
+#: Texts that agents carry from one broker to another. The limits are small enough for this: an
+#: agent encodes the text again, and the encoded text must not exceed MAX_REQUEST.
 CREDENTIAL, RESULT = Text(1 << 16, plain=True), Text(1 << 17, plain=True)
 _PROCESS = Whole(-(1 << 32), 1 << 32)
 _COUNT = Whole(0)
@@ -209,13 +210,15 @@ _REQUEST = Object(dict.fromkeys(("memory", "limit", "devices", "compute", "prior
 #: The most holds of a session. Cells never nest so deep that a session needs more.
 MAX_HOLDS = 1000
 
-#: type -> (required fields, optional fields), each with the values that it accepts.
+#: By type of request: the required fields and the optional fields, with the values that each field
+#: accepts. The comment before an entry says what the request means, and lists after "ok:" the
+#: fields of the answer ("-": no fields).
 REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- a provisioner, about a kernel
     # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes. group: one of the
     # user's groups, if it is not the first group. guarded: false if the process has already loaded
-    # the driver, because it can no longer load the guard. model, data: the GPU model and the
-    # folders that the kernel needs, if a cluster has used them to choose the machine.
+    # the driver, because such a process can no longer load the guard. model, data: the GPU model
+    # and the folders that the kernel needs; only if the cluster chose this machine by them.
     # ok: session, token, attach, request, group, env (variables for the kernel's process), config
     # (the options in force that differ from their defaults, and their origins), pid, broker, retire
     # (true if a kernel must be retired before it is killed)
@@ -231,16 +234,19 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
             "data": Items(Text(4096), 17),
         },
     ),
-    # pid: the process that was just started for the session. ok: -
+    # pid: the process that the server has just started for the session. ok: -
     "launched": ({"session": Text(), "pid": _PROCESS}, {}),
-    # the server is about to kill the kernel: make the kernel safe to kill. The server sends this if
-    # the answer to ``open`` had ``retire``. ok: safe
+    # make the kernel safe to kill, because the server is about to kill it. The server sends this
+    # only if ``retire`` was true in the answer to ``open``. ok: safe (whether the kernel is safe to
+    # kill)
     "retire": ({"session": Text()}, {}),
-    # the kernel has ended or was never started; idempotent. ok: -
+    # end the session, because its kernel has ended or was never started. The message may be
+    # repeated. ok: -
     "close": ({"session": Text()}, {"reason": _WORDS}),
     # ---- the agent inside the kernel process (SO_PEERCRED and the token identify it)
-    # epoch, holds: after a reconnect, the agent's own epoch and holds. member: true if the sender
-    # is not the agent, but another program of the session, or the program that started the session.
+    # epoch, holds: after a reconnect, the epoch and the holds that the agent knows. member: false
+    # for the agent; true for another program of the session, or for the program that started the
+    # session.
     # ok: session, state, epoch, slices, attach, request, limits
     "hello": (
         {"session": Text(), "token": Text(500)},
@@ -252,38 +258,43 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
         },
     ),
     # kind: cell | comm | manual. With ``wait``, the broker answers when it grants or refuses the
-    # hold. ok: epoch, slices. Without ``wait``, the message has no id and gets no answer, and is
-    # only legal while the agent has its lease.
+    # hold. ok: epoch, slices. Without ``wait``, the message has no id and gets no answer. An agent
+    # may leave ``wait`` out only while it has its lease.
     "hold": ({"hold": Text(), "kind": Text()}, {"epoch": _COUNT, "wait": Flag()}),
     # cuda: whether this process has called cuInit (null: the agent cannot tell). No answer.
     "drop": ({"hold": Text()}, {"cuda": Flag(null=True)}),
-    # stop waiting for a hold. The ``hold`` request ends with error code "cancelled". ok: -
+    # stop waiting for a hold. The broker refuses the ``hold`` request that waits, with error code
+    # "cancelled". ok: -
     "cancel": ({"hold": Text()}, {}),
     # ---- the guard in any process of a session (SO_PEERCRED and the token identify it)
     # a thread waits at the gate. ok, when the gate opens: epoch
     "attach": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
-    # the process calls cuInit without a lease. The broker writes into the page the devices that a
-    # lease would have now. ok, even if no device is free for a lease: -
+    # the process is about to call cuInit, but has no lease. The broker writes into the page the
+    # devices that a lease would have now. It also does so if no device is free for a lease. ok: -
     "home": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
-    # the session's page was deleted: put the page back. ok, when the page exists again: -
+    # the process cannot open the session's page: restore the page if it was deleted. ok, with a
+    # descriptor of the page: -
     "page": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
-    # the process makes its first context. At cuInit it saw a device other than its slice's device.
-    # step: begin (ok: the device that it sees has room for a context) | move (ok: the process sees
-    # the device of its slice now) | stay (ok: the session has given the slice back) | cancel
+    # the process is about to make its first context, but its slice is not on the device that it saw
+    # at cuInit. step: begin (ok: the device that the process sees has room for a context) | move
+    # (ok: the process now sees the device of its slice) | stay (ok: the session has given the slice
+    # back) | cancel
     "land": (
         {"session": Text(), "token": Text(500), "step": Text()},
         {"pid": _PROCESS, "tid": _PROCESS},
     ),
-    # on its device number ``device``, the session needs ``bytes`` more than its grant. ok: granted
+    # enlarge the session's grant by ``bytes`` on the session's device number ``device``. ok:
+    # granted (the bytes of the new grant)
     "grow": (
         {"session": Text(), "token": Text(500), "device": _COUNT, "bytes": _COUNT},
         {"pid": _PROCESS, "tid": _PROCESS},
     ),
     # ---- its agent again
-    # the answer to a yield. yielded: whether the agent gave up the lease of this epoch. No answer.
+    # the agent's answer to the broker's message ``yield``. yielded: whether the agent gives up the
+    # lease of this epoch. No answer.
     "yielded": ({"epoch": _COUNT, "yielded": Flag()}, {"cuda": Flag(null=True)}),
-    # after the message ``wanted``: no cell and no widget callback runs in the kernel now. No
-    # answer.
+    # no cell and no widget callback runs in the kernel now. The agent sends this after the broker's
+    # message ``wanted``. No answer.
     "resting": ({}, {}),
     # ---- any client that may act on the session (its agent may leave ``session`` out)
     # ok: request (as it is now), note
@@ -300,76 +311,79 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     ),
     # ok: note
     "release": ({}, {"session": Text()}),
-    # keep the slice for this many seconds although the kernel is idle. ok: note
+    # let the kernel keep its slice for this many seconds, even while it is idle. ok: note
     "keep": ({"seconds": Number()}, {"session": Text()}),
     # ---- an admin
-    # action: pause | drain | resume | retest; device: number or UUID (without it: the whole pool).
-    # ok: note, when the action has begun (pause, drain; ``status`` shows when they are done) or is
-    # done (resume, retest)
+    # action: pause | drain | resume | retest. device: number or UUID; without it, the whole pool.
+    # The answer to pause and drain comes when they have begun; ``status`` shows when they are done.
+    # The answer to resume and retest comes when they are done. ok: note
     "maintain": ({"action": Text()}, {"device": Text(null=True), "reason": _WORDS}),
-    # take the session's slice back after this many minutes, even if it is in use. ``cancel``
-    # instead of ``minutes`` cancels an earlier recall. ok: note
+    # take the session's slice back after ``minutes`` minutes, even if the slice is in use. With
+    # ``cancel`` instead of ``minutes``, cancel an earlier recall. ok: note
     "recall": ({"session": Text()}, {"minutes": Number(), "cancel": Flag(), "reason": _WORDS}),
     # give the session another priority class. ok: request (as it is now), note
     "prioritise": ({"session": Text(), "priority": Text()}, {"reason": _WORDS}),
     # end the session and its processes. ok: note
     "end": ({"session": Text()}, {"reason": _WORDS}),
     # ---- the agent of a cluster (c.GPUPool.cluster_agent)
-    # get the next report for the ledger: how much of the shared limits this machine's sessions use.
-    # The broker answers when the sessions need more or less, at the latest after ``wait`` seconds.
-    # ok: report (text)
+    # get the next report for the ledger. It says how much of the shared limits this machine's
+    # sessions use. The broker answers when the sessions need more or less than before, at the
+    # latest after ``wait`` seconds. ok: report (text)
     "account": ({}, {"wait": Number()}),
     # the ledger's answer to a report, as text. ok: -
     "lend": ({"answer": Text(1 << 17)}, {}),
-    # get the orders of this machine's users for other machines. The broker answers as soon as there
-    # are orders, at the latest after ``wait`` seconds. ok: node (this machine), orders (name, node,
-    # credential of each)
+    # get the orders that users of this machine send to other machines. The broker answers as soon
+    # as it has an order, at the latest after ``wait`` seconds. ok: node (this machine), orders (for
+    # each order: its name, the machine that it is for, its credential)
     "orders": ({}, {"wait": Number()}),
-    # an order from another machine, in a credential. ok: result (``ok`` or ``error``, as text)
+    # carry out an order from another machine; the credential has the order. ok: result (the text of
+    # an ``ok`` or ``error`` message)
     "perform": ({"credential": CREDENTIAL}, {}),
-    # the result of the order ``name`` on another machine. ok: -
+    # pass the result of the order ``name`` to its user; another machine has carried it out. ok: -
     "performed": ({"name": Text(), "result": RESULT}, {}),
-    # an admin: this machine drains and leaves its cluster. ok: name (of the machine), left (whether
-    # the ledger no longer counts anything of the machine), kernels (the number of kernels with a
-    # slice), connected (whether the ledger answers)
+    # only an admin may send this: drain this machine, and take it out of its cluster. ok: name (of
+    # the machine), left (whether the ledger no longer counts anything of the machine), kernels (the
+    # number of kernels with a slice), connected (whether the ledger answers)
     "leave": ({}, {}),
     # ---- any client
-    # on a machine of a cluster: on which machine would a kernel start? The kernel needs ``memory``
+    # on a machine of a cluster: choose a machine for a new kernel. The kernel needs ``memory``
     # bytes on each of ``devices`` GPUs of the model ``model``, and uses the folders ``data``. ok:
-    # node, considered (the name of each machine, and what it lacks), identity
+    # node (the chosen machine), considered (the name of each machine, and what it lacks), identity
     # (c.GPUPool.cluster_identity)
     "place": (
         {},
         {"memory": _COUNT, "devices": _COUNT, "model": Text(), "data": Items(Text(4096), 17)},
     ),
-    # an order in a credential, for the broker of the machine ``node``. ok: result
+    # send an order to the broker of the machine ``node``; the credential has the order. ok: result
     "order": ({"node": Text(), "credential": CREDENTIAL}, {}),
-    # on a machine of a cluster. ok: name (of this machine), own (what this machine has), connected
-    # (whether the ledger answers), age (seconds since the last report that the ledger has answered,
-    # or null), view (null without an answer of the ledger). A view has: serving, left_out (the
-    # number of machines for which the message had no room), nodes (name, state, age in seconds,
-    # summary or null, counted: kind, name, resource, window, amount of the peer's limits). A
-    # summary has in ``sessions`` the number of the peer's sessions, and in ``gpus`` the model and
-    # the free bytes of each GPU. Both are null if a message had no room for them
+    # on a machine of a cluster: show the cluster's machines. ok: name (of this machine), own (the
+    # summary of this machine), connected (whether the ledger answers), age (seconds since the last
+    # report that the ledger has answered, or null), view (of the ledger; null if the ledger does
+    # not answer). A view has: serving, left_out (the number of machines that did not fit into the
+    # message), nodes. A node has: name, state, age (seconds since its last report), summary (or
+    # null), counted (how much of the peer's limits the node may use: rows of kind, name, resource,
+    # window, amount). A summary has ``sessions`` (the number of the peer's sessions) and ``gpus``
+    # (the model and the free bytes of each GPU). Both are null if they did not fit into the message
     "cluster": ({}, {}),
-    # on a machine of a cluster, for a session that waits. ok, if the ledger answers: machines
-    # (sentences: how much of the session's limits other machines have, and whether these machines
-    # have room for such a kernel), considered (the name of each machine, and a text with these
-    # facts)
+    # on a machine of a cluster: show what the other machines have for a session that waits. ok:
+    # machines (sentences about each other machine: how much of the session's limits it has, and
+    # whether it has room for such a kernel), considered (for each other machine: its name, and a
+    # text that says whether it has room)
     "elsewhere": ({}, {"session": Text()}),
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),
     # why the session waits, or why it may lose its slice. ok: see
     # ``broker/messages/explanation.py``
     "why": ({}, {"session": Text()}),
-    # the figures for each minute of the last hour. ok: now, step (seconds of a point), devices (by
-    # UUID: granted, used, utilisation), queue. Each figure is a list, oldest first. It has null for
-    # a minute without a reading
+    # the figures for each minute of the last hour. ok: now, step (seconds between two values),
+    # devices (by UUID: the figures granted, used, utilisation), queue. Each figure is a list with
+    # one value for each minute, oldest first. The value of a minute without a reading is null
     "hour": ({}, {}),
     # ok: rows (those with ``seq`` above ``after``, oldest first, at most ``limit`` and at most
-    # 1,000), more (whether there are further rows), seq (of the newest row of all)
+    # 1,000), more (whether there are further rows), seq (the number of the newest row in the
+    # journal)
     "journal": ({}, {"after": Whole(), "limit": Whole(), "session": Text()}),
-    # push each new row as a message ``event`` from now on. ok: seq of the newest row
+    # push each new row as a message ``event`` from now on. ok: seq (the number of the newest row)
     "watch": ({}, {}),
     # ok: -
     "ping": ({}, {}),

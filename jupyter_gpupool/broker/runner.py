@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The loop around the pool: it takes an event, writes the journal, performs the actions.
+"""Give each event to the pool, write the pool's decision to the journal, and act on it.
 
 The order in :meth:`Runner.handle` matters: the runner commits the pool's decision to the journal
 *before* it acts on the decision. If the broker is killed, the journal shows the next broker every
@@ -29,12 +29,16 @@ from .sessions import LiveSession
 from .store.records import slices_to_json
 from .store.usage import UsageBook
 
-#: Events that do not themselves change what a session has or waits for.
+#: Events that only report measured memory. The runner does not call ``changed`` after them, because
+#: a measurement itself changes neither what a session has nor what it waits for.
 _SAMPLES = (e.DeviceMemorySeen, e.HostMemorySeen)
 
 
 class Runner:
-    """Gives events to the pool and performs its actions. No other part does this."""
+    """Gives events to the pool and performs the actions that the pool returns.
+
+    No other part of the broker gives events to the pool.
+    """
 
     def __init__(
         self,
@@ -60,9 +64,10 @@ class Runner:
         self._events: deque[e.Event] = deque()
         self._handling = False
         self._stopped = False
-        #: Whether a transition must be committed before any other task of the loop runs.
+        #: Whether the pool has changed a lease since the last commit. The runner then commits
+        #: before the event loop runs another task.
         self._owed = False
-        #: The sessions whose agents must learn of their changed lease, each with the last reason.
+        #: By session: why its lease has changed. Its agent does not know the change yet.
         self._news: dict[str, str] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at: float | None = None
@@ -280,9 +285,9 @@ def steady(change: e.StateChanged) -> bool:
 def _must_be_written_first(action: e.Action) -> bool:
     """Return whether the broker must commit to the journal before it performs ``action``.
 
-    Two changes need no such commit: a change of holds, and a change to ``queued`` or ``attaching``.
-    The broker commits a change to ``queued`` or ``attaching`` together with the session's next
-    state, so a grant usually takes only one commit.
+    A change of a session's state needs no such commit if only a hold began or ended, or if the new
+    state is ``queued`` or ``attaching``. The broker commits ``queued`` and ``attaching`` together
+    with the session's next state, so a grant usually takes only one commit.
     """
     if isinstance(action, e.StateChanged):
         return not steady(action) and action.new not in WAITING
@@ -294,10 +299,12 @@ def _must_be_written_first(action: e.Action) -> bool:
 class TransitionRows:
     """Writes transitions as rows of the journal, for reports and timelines.
 
-    Every transition of a lease gets a row ``state``. In addition, each device gets a row ``attach``
-    (first bytes), ``resume`` (state came back), ``migrate`` (the state came from another device) or
-    ``suspend``. Rows without a device are ``preempt`` (before the ``suspend`` of a session in use),
-    ``release`` (an empty slice was given back), ``queue`` and ``refuse``.
+    Every change of a session's state gets a row ``state``, except a change between active and idle.
+    After an attach, each device gets a row: ``attach``, or ``resume`` if suspended state came back.
+    If the state came from another device, a row ``migrate`` follows. After a suspend, each device
+    gets a row ``suspend``. The other rows name no device: ``preempt`` (before ``suspend``, if the
+    session was in use), ``release`` (the session gave back a slice without state), ``queue`` and
+    ``refuse``.
     """
 
     def __init__(self, core: Core) -> None:
@@ -306,7 +313,7 @@ class TransitionRows:
         self._before: dict[str, SessionRecord] = {}
 
     def attach_begins(self, session: str) -> None:
-        """Keep the present record for the row at the end of the attach."""
+        """Keep the session's record: after the attach, it shows where the state was before."""
         record = self._core.record(session)
         if record is not None:
             self._before[session] = record

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the broker knows of each session besides the pool's record: process, token, connections."""
+"""The broker's own data of each session, such as process, token and connections."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from .gpu.refusals import Refusals
 from .transport.auth import Peer, User
 from .transport.connection import Connection
 
-#: The most messages of one session, and of all sessions of a user, that may wait for ``launched``.
+#: MAX_EARLY: the most messages of one session that may wait for ``launched``. MAX_EARLY_OF_USER:
+#: the most such messages of all sessions of one user.
 MAX_EARLY, MAX_EARLY_OF_USER = 16, 256
 
 
 def digest(token: str) -> str:
     """Return the hash of a token.
 
-    The broker needs only the hash to check a token. The journal has the hash, and a reader of the
-    journal cannot use it as a token.
+    The hash is enough to check a token. The journal contains only the hash, so nobody can read a
+    token in the journal.
     """
     return hashlib.sha256(token.encode()).hexdigest()
 
@@ -62,43 +63,46 @@ class Use:
     counted: Mapping[str, int] = field(default_factory=dict)
     #: Threads that wait at the gate.
     waiting: int = 0
-    #: The number of streams that record a graph, and the loop time of their last CUDA call.
+    #: ``captures``: the number of streams that record a graph. ``captured_at``: loop time of the
+    #: last CUDA call of the session that the broker has noticed.
     captures: int = 0
     captured_at: float = float("-inf")
-    #: Whether the session has the hold for its CUDA activity. This is a copy, because asking the
-    #: pool costs more.
+    #: Whether the session has the hold for its CUDA activity. This is a copy of the pool's data,
+    #: because a question to the pool takes longer.
     held: bool = False
     #: Why the session cannot be suspended; empty if no reason is known.
     pins: str = ""
-    #: Whether its page says that other sessions wait for its memory; None until this broker has
-    #: written the page.
+    #: The value that this broker last wrote into the session's page: whether other sessions wait
+    #: for memory. None: this broker has not written it yet.
     contended: bool | None = None
     #: ``busy_at``: loop time at which the broker last saw the session use CUDA. ``looked_at``: loop
-    #: time at which the broker last checked this.
+    #: time at which the broker last read the whole page of the session while the session used CUDA.
     busy_at: float = float("-inf")
     looked_at: float = float("-inf")
     #: Loop time at which its whole page was last read.
     read_at: float = float("-inf")
     #: Seconds with CUDA calls during its leases.
     busy_seconds: float = 0.0
-    #: Seconds with a lease before this broker began to count ``busy_seconds``.
+    #: Seconds for which the session had a lease under earlier brokers. ``busy_seconds`` does not
+    #: include their time.
     attached_before: float = 0.0
-    #: ``beyond``: for each device, the bytes that the driver uses minus the bytes that the guard
-    #: charges, in the order in which the processes see their devices. ``explained``: by device, how
-    #: many of these bytes the last sample explains.
+    #: ``beyond``: for each device of the slice, the bytes that the driver uses minus the bytes that
+    #: the guard charges. The devices have the order in which the processes see them. ``explained``:
+    #: by device, the bytes of the last sample that are overhead of the driver, so they are no
+    #: overuse.
     beyond: tuple[int, ...] = ()
     explained: Mapping[str, int] = field(default_factory=dict)
     #: The processes in its page when ``beyond`` and ``explained`` were measured.
     processes: Collection[ProcessId] = ()
-    #: The device bytes that the session uses beyond its slices, and the number of consecutive
-    #: samples that have shown this.
+    #: ``overuse``: the device bytes that the session uses beyond its slices, in the last sample.
+    #: ``overused``: the number of consecutive samples with such bytes.
     overuse: int = 0
     overused: int = 0
 
 
 @dataclass(eq=False)
 class LiveSession:
-    """What the broker knows of one session besides the pool's record."""
+    """The broker's own data of one session. The pool's record has the other data."""
 
     id: str
     owner: Owner
@@ -116,46 +120,54 @@ class LiveSession:
     death: Death | None = None
     #: By hold: the request that waits for it.
     waits: dict[str, PendingHold] = field(default_factory=dict)
-    #: A timer that runs while the agent may reconnect and report holds that the broker does not
-    #: know.
+    #: A timer that runs while the broker waits for the agent to reconnect. When the time is over,
+    #: the agent's holds end.
     grace: asyncio.TimerHandle | None = None
     #: A timer that runs from ``open`` to ``launched``.
     launch_timer: asyncio.TimerHandle | None = None
-    #: By connection: a message that the process or one of its children sent before ``launched``.
+    #: By connection: the message that waits for ``launched``. The kernel's process or one of its
+    #: children has sent it.
     early: dict[Connection, Message] = field(default_factory=dict)
-    #: The open ``yield`` request to the agent: epoch, and future for (yielded, cuda).
+    #: The ``yield`` request that the agent has not answered yet: its epoch, and a future for the
+    #: answer (yielded, cuda).
     yielding: tuple[int, asyncio.Future[tuple[bool, bool | None]]] | None = None
-    #: Whether the process has called cuInit, as its agent last reported.
+    #: Whether a process of the session has called cuInit, as its agent or its page last showed;
+    #: None if unknown.
     cuda: bool | None = None
-    #: The bytes that a suspend under way moves, by device. The journal keeps them for a broker that
-    #: restarts during the suspend.
+    #: By device: the bytes that a suspend moves to host memory now. The journal has these numbers,
+    #: because the broker may restart during the suspend.
     moving: Mapping[str, int] = field(default_factory=dict)
-    #: The time at which its present wait began, for the journal.
+    #: The pool's time at which the session began to wait; 0.0 if it does not wait. The journal's
+    #: row of the attach shows how long it waited.
     queued_at: float = 0.0
     #: The number of messages that the agent and the guards of the session have sent.
     messages: int = 0
-    #: The page that it shares with the guard in its processes; None without a guard.
+    #: The page that the broker shares with the guard in the session's processes; None without a
+    #: guard.
     page: Page | None = None
-    #: The devices that its processes see before a lease.
+    #: The devices that a process of the session sees if it calls cuInit now.
     home: tuple[str, ...] = ()
-    #: The epoch of its lease, if other sessions wait for this lease. In this case, the agent must
-    #: report when its cells end.
+    #: The last epoch in which other sessions waited for this session's slice; -1 if there was none.
+    #: In this epoch, the agent must report when its cells end.
     wanted: int = -1
-    #: By connection of a thread that waits at the gate and has asked for a lease: the request's id.
+    #: The threads that wait at the gate and have asked for a lease. By the thread's connection: the
+    #: id of its request.
     guards: dict[Connection, int | None] = field(default_factory=dict)
     #: Its page's data when last read; see ``activity``.
     use: Use = field(default_factory=Use)
-    #: The devices on which its processes make a context before they move to the session's slice.
+    #: The devices that its processes leave now to move to the session's slice. A process makes its
+    #: context on such a device before it moves.
     landing: tuple[str, ...] = ()
-    #: The GPU model and the folders that it needs, if a cluster used them to choose the machine.
+    #: The GPU model and the folders that the kernel needs; empty if no cluster has chosen the
+    #: machine by them.
     model: str = ""
     data: tuple[str, ...] = ()
-    #: The number of failed moves of its processes since the last success.
+    #: How many moves of its processes to its slice have failed since the last successful move.
     not_landed: int = 0
     #: Its suspended processes, children first; empty once they are resumed.
     frozen: tuple[ProcessId, ...] = ()
-    #: The consecutive restores that the driver refused although the device had room and the state
-    #: still existed.
+    #: Counts the restores that the driver refused one after the other, although the device had room
+    #: and the state still existed.
     refusals: Refusals = field(default_factory=Refusals)
     #: ``host_limit``: why its state can never fit into host memory, or "" if the state can fit.
     #: ``host_short``: the notice to its user while host memory is short, otherwise "".
@@ -169,10 +181,10 @@ class LiveSession:
         return hmac.compare_digest(self.token_digest, digest(token))
 
     def may_have(self, pid: int) -> bool:
-        """Return whether a process may belong to this session.
+        """Return whether the process ``pid`` may belong to this session.
 
-        The caller knows that the process's environment names this session, and that the process
-        does not descend from the session's process.
+        The caller has already checked two things: the environment of ``pid`` names this session,
+        and ``pid`` does not descend from the session's process.
         """
         if isinstance(self.uid, int) and procfs.real_uid(pid) != self.uid:
             return False
@@ -203,7 +215,7 @@ class LiveSession:
         connection.speaks_for(self)
 
     def note_hold(self, connection: Connection, hold: str) -> None:
-        """Note that a hold belongs to this connection, if the connection is a member's."""
+        """If the connection is a member's, note that the hold belongs to this member."""
         if connection in self.members:
             self.members[connection].add(hold)
 
@@ -252,7 +264,8 @@ class LiveSession:
                 "is.",
             )
         connection.hold_early(self)
-        # The broker does not know the process yet, so the process has no lease and needs no holds.
+        # Leave out the holds. The broker does not know the process yet, so the process has no lease
+        # that holds could keep.
         self.early[connection] = {k: v for k, v in message.items() if k != "holds"}
 
     def drop_early(self, connection: Connection) -> None:
@@ -345,7 +358,8 @@ class LiveSessions:
         Raises
         ------
         RefusedError
-            If the session does not exist, or the token or the user is not the session's.
+            If the session does not exist, if the token is wrong, or if the session belongs to
+            another user.
         """
         session = self.get(message["session"])
         if not session.token_is(message["token"]):
@@ -373,7 +387,8 @@ POLL = 0.25
 class Death:
     """Calls ``on_death`` once, from the event loop, when ``process`` has ended.
 
-    The agent's connection does not show this: a child of the kernel can keep it open.
+    The end of the agent's connection would come too late: a child of the kernel can keep this
+    connection open after the kernel has ended.
     """
 
     def __init__(self, process: ProcessId, on_death: Callable[[], None]) -> None:
@@ -386,8 +401,8 @@ class Death:
             self._loop.add_reader(self._descriptor, self._ended)
         else:
             self._timer = self._loop.call_later(POLL, self._look)
-        # Between the identification of the process and pidfd_open, Linux may have given the pid to
-        # a new process.
+        # If the process ended before pidfd_open, Linux may have given its pid to a new process.
+        # Then the descriptor is for the wrong process.
         if not alive(process):
             self._loop.call_soon(self._ended)
 

@@ -48,44 +48,46 @@ from .store.journal import Journal
 from .transport.auth import owner_of
 from .transport.connection import Connection
 
-#: The broker reports a change after this many seconds, so that one report has all changes of a
-#: grant.
+#: Seconds from a change to its report. A grant causes several changes, and one report then contains
+#: all of them.
 SOON = 0.01
 #: LEAST: the least number of seconds between two reports. LONGEST: the most seconds that a request
 #: for a report may wait.
 LEAST, LONGEST = 0.05, 60.0
-#: Before a report, the broker applies changed budgets in at most this many passes. A pass never
-#: takes back what an earlier pass has granted.
+#: The most passes in which the broker applies changed budgets before a report. A pass never takes
+#: back what an earlier pass has granted.
 ROUNDS = 8
 
-#: Seconds between two checks of the GPU-seconds in use.
+#: If there are daily budgets: seconds between two checks of the GPU-seconds that sessions use.
 LOOK = 15.0
 
 #: Seconds between two reports of what users and groups have used. Fair shares compare the usage of
-#: hours, so a report every TELL seconds is enough. If the last of these reports left out the owner
-#: of a session, the broker sends the next report after LEAST_TELL.
+#: hours, so a report every TELL seconds is enough. If the owner of a session was not in the last of
+#: these reports, the next one may follow after LEAST_TELL seconds.
 TELL, LEAST_TELL = 30.0, 1.0
 
 #: Keys in the journal's metadata. LIFE: a number for the ledger, which grows with each start of a
 #: broker. DRAINS: "1" while this machine drains and leaves the cluster.
 LIFE, DRAINS = "cluster-life", "cluster-drains"
-#: Another key: the GPU-seconds and guarantees that the ledger has lent to this machine. A restarted
-#: broker uses them until the ledger answers. Without them, it would have to suspend sessions.
+#: The journal's key for the GPU-seconds and guarantees that the ledger has lent to this machine. A
+#: restarted broker uses them until the ledger answers. Without them, the restarted broker would
+#: have to suspend sessions.
 PARTS = "cluster-parts"
-#: Another key: the fencing token of the ledger that this machine obeys, as JSON. Without this
-#: token, a restarted broker could obey an earlier ledger. That ledger does not know what a later
+#: The journal's key for the fencing token of the ledger that this machine obeys, as JSON. Without
+#: this token, a restarted broker could obey an earlier ledger, which does not know what a later
 #: ledger has lent.
 TOKEN = "cluster-token"
-#: Another key: the name of this journal. If the journal is lost, the next journal has a new name.
-#: The new name shows the ledger that this broker does not know what its sessions used before.
+#: The journal's key for the journal's own name. If the journal is lost, the next journal has a new
+#: name. The new name shows the ledger that this broker does not know what its sessions have used
+#: before.
 JOURNAL = "cluster-journal"
 
-#: The reason for the drain of the GPUs while this machine leaves.
+#: The reason that the pool shows for drained GPUs while this machine leaves the cluster.
 LEAVES = "this machine leaves the cluster"
 
 
 def token_from(text: str) -> Epoch:
-    """Return the fencing token in a journal's text; the lowest token if it is unreadable."""
+    """Return the fencing token in ``text``; the lowest token if ``text`` is not readable."""
     try:
         return epoch_from_json(json.loads(text)) if text else Epoch()
     except ValueError:
@@ -93,7 +95,7 @@ def token_from(text: str) -> Epoch:
 
 
 class LentLimits:
-    """Gives the pool its rules, with the limits that the ledger has lent to this machine.
+    """Gives the pool its rules, which contain the limits that the ledger has lent this machine.
 
     The rest of each shared limit counts as used by other machines.
     """
@@ -129,8 +131,9 @@ class LentLimits:
     def remember(self) -> bool:
         """Pass changed parts or a changed token to the journal; return whether any has changed.
 
-        The next commit writes them. The caller must commit before the next report: after the
-        report, the ledger may lend the parts that this machine has given back to other machines.
+        The next commit writes them. The caller must commit before the next report. With this
+        report, the machine gives parts back, and the ledger may then lend these parts to other
+        machines.
         """
         now = parts, epoch = self.budgets.parts(), self.budgets.epoch
         if now == self._written:
@@ -146,8 +149,8 @@ class LentLimits:
         The part of a shared limit that this machine may not use counts as used by other machines.
         """
         now, budgets = time.monotonic(), self.budgets
-        # A user without a session may have a part here, too. It contains the GPU-seconds that the
-        # user's earlier sessions have used here.
+        # Include users who have no session now: a user's part may still contain the GPU-seconds
+        # that earlier sessions of the user have used on this machine.
         known = {key.name for key in budgets.ceilings if key.kind == "user"}
         owners = sorted({s.owner.name for s in self._sessions} | known)
         return overlay(
@@ -158,7 +161,7 @@ class LentLimits:
 
 
 class SharedLimits:
-    """Passes changes between the pool and :class:`LentLimits`; answers the agent's requests.
+    """Passes changes between the pool and :class:`LentLimits`, and answers the cluster's agent.
 
     Parameters
     ----------
@@ -205,7 +208,7 @@ class SharedLimits:
         self._report_if_due()
 
     def _settle(self) -> None:
-        """Update the budgets from the pool and the pool from the budgets until nothing changes."""
+        """Tell the budgets what is in use, and the pool its limits, until nothing changes."""
         core = self._core
         self._inside = True
         try:
@@ -221,10 +224,10 @@ class SharedLimits:
         self._watch_window()
 
     def _watch_window(self) -> None:
-        """If there are daily budgets, set a timer to check them again in LOOK seconds.
+        """Set a timer for the next check of the daily budgets, if there are daily budgets.
 
-        If the next window of a budget begins earlier, check the budgets just after that window
-        begins.
+        The check comes after LOOK seconds, or just after the next window of a budget begins if that
+        is earlier.
         """
         if self._window is not None:
             self._window.cancel()
@@ -235,7 +238,7 @@ class SharedLimits:
             self._window = asyncio.get_running_loop().call_later(wait, self._look)
 
     def _watch_expiry(self) -> None:
-        """Note whether the ledger answers; after its time-out, apply the rule for a lost ledger."""
+        """Log if the ledger is lost or answers again; set a timer for the time when it is lost."""
         now, until = time.monotonic(), self._budgets.until
         connected = now < until
         if connected != self._connected:
@@ -288,8 +291,8 @@ class SharedLimits:
             raise RefusedError(
                 f"This is no answer of a ledger: {type(error).__name__}.", code=Code.BAD_REQUEST
             ) from None
-        # This call must come first. It tells the budgets what is in use now, so no ceiling falls
-        # below this use.
+        # First tell the budgets what sessions use now. Otherwise the ledger's answer could set a
+        # ceiling below this use.
         self._look_at_sessions()
         before = self._budgets.drains
         self._budgets.answered(answer)
@@ -430,7 +433,7 @@ class SharedLimits:
         summary = summary_of(self._core, self._configuration.settings.cluster_data)
         found = self._budgets.report(now)
         if self._lent.remember():
-            self._core.commit()  # the report may give back a part that the journal still has
+            self._core.commit()  # the journal must forget a part before the report gives it back
         report = replace(found, summary=summary, looks=self._views.wanted)
         rules = self._configuration.settings.pool
         owners = {session.owner for session in self._core.sessions}

@@ -3,10 +3,10 @@
 """SIGTERM and SIGINT end the broker within :data:`WITHIN` seconds, whatever it is doing.
 
 After the first signal, the broker ends in order. If it is still starting, it abandons the start. If
-the broker has not ended in time, a thread forces the end. So the broker gives up its lock even if
-the event loop is blocked, or a child process does not end. A second signal forces the end at once.
-As after a crash, the next broker finishes or undoes the driver calls that were under way (see
-``recovery``).
+the broker has not ended in time, a thread forces the end. So even a broker whose event loop is
+blocked, or whose child process does not end, gives up its lock. A second signal forces the end at
+once. After a forced end, as after a crash, the next broker finishes or undoes the driver calls that
+were under way (see ``recovery``).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Ending:
         #: Whether the broker was asked to end.
         self.asked = False
         self._over = threading.Event()
-        # The signal handler writes to a pipe, because writing to a pipe takes no lock. An event of
-        # ``threading`` has a lock, which the interrupted code may hold.
+        # The signal handler wakes the thread through a pipe. It must not set a ``threading.Event``
+        # for this, because the code that the signal interrupts may hold the lock of the event.
         self._reading, self._writing = os.pipe()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._event = asyncio.Event()
@@ -66,7 +66,7 @@ class Ending:
             self._event.set()
 
     def before_force(self, act: Callable[[], None]) -> None:
-        """Call ``act`` before a forced end, so that no old file hinders the next start."""
+        """Call ``act`` before a forced end. It removes a file that would hinder the next start."""
         self._last_acts.append(act)
 
     def ask(self) -> None:
@@ -81,7 +81,7 @@ class Ending:
                 pass  # the loop is closed: the broker is ending
 
     def over(self) -> None:
-        """Note that the broker's work is over, so the process ends without force."""
+        """Note that the broker has done its work. No forced end is needed after this."""
         self._over.set()
         if not self.asked:
             os.write(self._writing, b"!")
@@ -127,8 +127,8 @@ class Ending:
         os.close(self._writing)
 
     def _end_now(self, why: str) -> None:
-        # This method does not use ``logging``, because the interrupted thread may hold the lock of
-        # a log handler.
+        # Write to stderr without ``logging``: the thread that the signal interrupted may hold the
+        # lock of a log handler.
         with suppress(OSError):  # perhaps no process reads stderr any more
             text = f"{why}, so it ended by force; the next broker continues from the journal\n"
             os.write(2, text.encode())

@@ -3,8 +3,8 @@
 """Tells readers of the status about changes for which the journal gets no row.
 
 The journal gets no row when a cell begins or ends, or when the place of a waiting session changes.
-There are too many of these changes, and no report needs the rows. A page that shows the session
-should still ask for the status again soon. So the broker tells the page about the change when the
+There are too many of these changes, and no report needs the rows. But a page that shows the session
+should soon ask for the status again. So the broker tells the page about the change as soon as the
 session has been quiet for ``SETTLED`` seconds. Several cells in quick succession count as one
 change.
 
@@ -19,13 +19,14 @@ from __future__ import annotations
 import asyncio
 from typing import Callable
 
-#: An agent reports short cells every 0.05 s (``kernel/holds.py``). A longer pause means that the
-#: cells have ended.
+#: After this many seconds without a change, a session counts as quiet. While short cells run one
+#: after the other, an agent reports every 0.05 s (``kernel/holds.py``).
 SETTLED = 0.06
 
 #: A reader that learns of a change of the queue asks for a status. So the broker tells at most
-#: TOLD_A_SECOND readers per second, and pauses before the next change. No pause is longer than
-#: LONGEST_PAUSE seconds, because readers of idle slices ask once a second anyway.
+#: TOLD_A_SECOND readers per second: after each change of the queue, it pauses before it tells the
+#: next change. A pause has at most LONGEST_PAUSE seconds, because readers of idle slices ask once a
+#: second anyway.
 TOLD_A_SECOND = 64
 LONGEST_PAUSE = 1.0
 
@@ -66,7 +67,7 @@ class Stirs:
             self._queue_timer = loop.call_at(at, self._tell_queue)
 
     def forget(self, session: str) -> None:
-        """Drop the session's change, if there is one that the readers do not know yet."""
+        """Drop the session's change if the readers do not know this change yet."""
         timer = self._timers.pop(session, None)
         if timer is not None:
             timer.cancel()

@@ -20,7 +20,7 @@ from typing import MutableMapping
 #: The first descriptor that a service manager hands over (SD_LISTEN_FDS_START).
 FIRST = 3
 
-#: Seconds after which the broker sends a READY message again if it could not be sent.
+#: Seconds until the broker tries again to send a READY message that it could not send.
 AGAIN = 1.0
 
 #: The variables of the service manager that no child of the broker may inherit.
@@ -30,9 +30,10 @@ VARIABLES = (
 
 
 class Supervisor:
-    """The service manager that started this process, if a service manager started it.
+    """The service manager that started this process. Without one, the methods do nothing.
 
-    Removes its variables from ``environment``, so that no child inherits them.
+    The constructor removes the service manager's variables from ``environment``, so that no child
+    inherits them.
     """
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -40,7 +41,7 @@ class Supervisor:
         mine = str(os.getpid())
         self._address = found["NOTIFY_SOCKET"]
         self._watchdog = 0.0
-        #: The READY message, while the service manager has not received it yet.
+        #: The READY message that the broker could not send yet; empty if there is none.
         self._owed: tuple[str, ...] = ()
         if found["WATCHDOG_PID"] in ("", mine):
             with suppress(ValueError):
@@ -91,13 +92,13 @@ class Supervisor:
             await asyncio.sleep(min(pauses, default=0.0))
 
     def _say(self, *lines: str) -> bool:
-        """Send a message; return whether this has succeeded. This raises no error."""
+        """Send a message and return True; return False if the message could not be sent."""
         if not self._address:
             return True
         address = self._address
         if address.startswith("@"):
             address = "\0" + address[1:]  # an abstract address
-        # Creating the socket can fail, too, if no descriptor or no memory is left.
+        # The call of socket() can raise an error, too: if no descriptor or no memory is left.
         with (
             suppress(OSError),
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to,

@@ -18,12 +18,12 @@ from .configuration import Configuration
 from .core import Core
 
 #: The longest time in seconds between two checks of the time of day. A timer does not count the
-#: time for which the machine sleeps. So only such a check shows that the machine has slept, or that
-#: somebody has set the clock.
+#: time for which the machine sleeps. So without this check, the broker would not notice that the
+#: machine has slept, or that somebody has set the clock.
 LOOK = 15.0
 
-#: A timer may fire a little early. Then the timekeeper sets it again, for at least this many
-#: seconds.
+#: A timer may fire a little before a change of schedule. The timekeeper then sets the timer again,
+#: for at least this many seconds.
 LEAST = 0.01
 
 #: The key in the journal's metadata for the schedules that were last in force.
@@ -71,8 +71,8 @@ class Timekeeper:
     def _look(self) -> None:
         """Apply the schedules that are in force now, and set a timer for the next change."""
         self._timer = None
-        # The pool must first learn of a step of the clock, because it computes the times of new
-        # rules from the clock.
+        # First tell the pool about a step of the clock. The pool needs the correct time of day to
+        # compute the times of the new rules.
         self._core.follow_clock()
         now = self._clock()
         if self._configuration.follow_calendar(now):

@@ -2,18 +2,18 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool``: the commands to see the pool, to act on it, and to check it.
 
-- ``commands``: the commands, their options, their exit codes; the only module that prints errors.
+- ``commands``: the commands, their options and exit codes. No other module prints errors.
   ``registry``: how a function becomes a command. ``program_commands``: commands for programs.
   ``cluster_commands``: commands for a cluster of machines; ``leaving``: a machine leaves its
   cluster or comes back; ``cluster_status``: prints all machines of the cluster.
 - ``status`` prints the broker's snapshot; ``picture`` (pure) draws the snapshot as text.
-- ``top``: the sessions as a full-screen table, and keys that send orders; ``top_table`` and
-  ``top_keys`` are pure.
+- ``top``: shows the sessions as a full-screen table; its keys send orders to the broker.
+  ``top_table`` and ``top_keys`` are pure.
 - ``install_devices``: installs NVIDIA's packages in a separate environment.
 - ``install_service``: installs the machine's service; ``service_files`` (pure): the files of that
   service; ``root_paths``: whether only root can change a path.
-- ``doctor``, ``checks``: what works here and what does not. ``maintenance``: pause, drain, resume.
-  ``inside``: checks inside a container.
+- ``doctor`` and ``checks``: check what works on this machine. ``inside``: checks in a container.
+  ``maintenance``: the orders pause, drain and resume.
 - ``check_config``, ``config_report``: what a configuration means, and all its mistakes.
 - ``configtext``: a commented configuration file from the options.
 

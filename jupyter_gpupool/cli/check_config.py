@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool check-config``: prints a configuration's meaning, mistakes and changes.
+"""``jupyter gpupool check-config``: prints what a configuration means, and its mistakes.
 
 :func:`examine` collects a report of JSON values; :mod:`.config_report` writes it for people.
 """
@@ -38,8 +38,8 @@ from ..units import format_bytes, format_seconds, parse_bytes
 from . import config_report
 from .status import style_for
 
-#: A half-life should be at least this many time slices long, so that the pool remembers usage until
-#: each session has had a time slice.
+#: The report has a warning if the half-life of usage is shorter than this many time slices. The
+#: pool would then forget usage before each session has had a time slice.
 HALF_LIVES = 4
 
 _DEVICES = re.compile(r"([0-9]{1,4})x(.+)")
@@ -53,8 +53,8 @@ class Gpus:
     """
 
     capacities: Sequence[int]
-    #: The place of the GPUs, such as "in this machine". The report prints this text after the
-    #: number of GPUs.
+    #: Where the GPUs are, such as "in this machine". The report prints the number of GPUs, and then
+    #: this text.
     source: str
 
 
@@ -123,8 +123,8 @@ def examine(
     settings = timetable.under(timetable.rules(now))
     faults = timetable.faults(now, lambda one: check_machine(one, machine.capacities))
     names = [timetable.place(fault) for fault in unknown_names(base)]
-    # GPUs given with ``--devices`` belong to another machine. This machine does not know the users
-    # of that machine, so an unknown name is only a warning.
+    # The option ``--devices`` describes the GPUs of another machine. This machine does not know the
+    # users of that machine, so an unknown name is then only a warning.
     certain = given is None and knows_everybody()
     faults += names if certain else []
     report["ok"] = not faults
@@ -225,7 +225,10 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
 
 
 def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
-    """Yield warnings for settings that have no effect, or refuse kernels with default options."""
+    """Yield warnings for settings that have no effect or that refuse default kernels.
+
+    A default kernel asks for no memory size and no priority class.
+    """
     pool = base.pool
     if pool.classes_allowed is not None and pool.default_priority not in pool.classes_allowed:
         yield (
@@ -259,7 +262,7 @@ def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
 
 
 def _budgets_without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
-    """Yield warnings for daily budgets whose effect differs from what an admin would expect."""
+    """Yield warnings for daily budgets that do not do what an admin would expect."""
     most = DAY * len(machine.capacities)
     found = [(f"the group {name!r}", group.daily) for name, group in base.pool.groups.items()]
     found += [(f"the user {name!r}", quota.daily) for name, quota in base.pool.quotas.items()]
@@ -281,7 +284,7 @@ def _budgets_without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str
 
 
 def _short_memory(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
-    """Yield a warning if the pool forgets usage before all sessions have had a time slice."""
+    """Yield a warning if the pool forgets usage too soon to share by weight."""
     pool = base.pool
     largest = min(max(machine.capacities, default=0), pool.max_memory_per_kernel or math.inf)
     longest = slice_length(guessed_cost(int(largest)), pool.max_swap_overhead)
@@ -379,7 +382,7 @@ def _local(at: float, schedule: Schedule) -> str:
 
 
 def _differences(base: BrokerSettings, in_force: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each key whose value differs between the files and the running broker."""
+    """Yield each option or key that has another value in the files than in the broker."""
     options = in_force.get("options") or {}
     aside = {"socket", *(in_force.get("hidden") or ())}
     known, fixed = GPUPool.class_traits(config=True), fixed_options()
@@ -401,7 +404,7 @@ def _differences(base: BrokerSettings, in_force: Mapping[str, Any]) -> Iterator[
 
 
 def _flat(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield each value of nested dicts with the keys that lead to it."""
+    """Yield each value in nested dicts, with the tuple of keys that leads to the value."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flat(inner, (*keys, key))

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The checks of ``jupyter gpupool doctor`` on this machine, one function for each question.
+"""The checks of ``jupyter gpupool doctor`` on this machine, one function for each.
 
-Each function returns one :class:`Finding` or several. If a check cannot find the answer, it reports
-this and does not guess.
+Each function returns one :class:`Finding` or several. If a check cannot find out what it asks, its
+finding says this. A check never guesses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..units import format_bytes
 
-#: The Python distributions that this package needs, and for each the part that uses it.
+#: The Python distributions that this package needs. By name of the distribution: the part of this
+#: package that uses it.
 PACKAGES = {
     "jupyter_client": "kernels",
     "ipykernel": "the Pooled GPU kernel",
@@ -62,7 +63,7 @@ def configuration(settings: BrokerSettings) -> list[Finding]:
 
 
 def groups(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Whether the GPUs have room for all guarantees, and whether the members of groups exist."""
+    """Check that the GPUs have room for all guarantees, and that the members of groups exist."""
     tree = settings.pool.groups
     if not tree:
         return []
@@ -78,7 +79,7 @@ def groups(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list
 
 
 def in_force(settings: BrokerSettings, status: Mapping[str, Any]) -> list[Finding]:
-    """Whether the running broker uses the configuration that this command has read."""
+    """Check whether the running broker uses the configuration that this command has read."""
     found = []
     for d in differences(settings, status.get("config") or {}):
         text = (
@@ -107,7 +108,7 @@ def compiler() -> Finding:
 
 
 def emulator() -> Finding:
-    """Whether the libraries of the emulated driver are built; the package's build makes them."""
+    """Check whether the emulated driver is built; the package's build makes it."""
     from ..emulation import EmulatorNotBuilt, library_dir
 
     try:
@@ -118,7 +119,7 @@ def emulator() -> Finding:
 
 
 def guard(settings: BrokerSettings) -> Finding:
-    """Whether the guard's libraries are built; the package's build makes them."""
+    """Check whether the guard's libraries are built; the package's build makes them."""
     from ..guard.install import GuardMissing, library
 
     if not settings.guard:
@@ -130,7 +131,7 @@ def guard(settings: BrokerSettings) -> Finding:
 
 
 def attach(in_force: str, reason: str, settings: BrokerSettings) -> Finding:
-    """The attach policy of kernels that choose no policy, and the reason for it."""
+    """Return the attach policy of kernels that choose none, and the reason for this policy."""
     when = {
         "lazy": "kernels get their slice at their first CUDA call",
         "cell": "kernels get their slice when a cell starts",
@@ -139,13 +140,13 @@ def attach(in_force: str, reason: str, settings: BrokerSettings) -> Finding:
     text = f"{in_force}: {when.get(in_force, in_force)}"
     if not reason:
         return Finding("ok", "attach", text)
-    # If an admin has turned the guard off, kernels cannot use the default policy lazy. This needs
-    # no warning.
+    # Without the guard, kernels cannot use the default policy lazy. If an admin has turned the
+    # guard off, the admin wants this, so there is no warning.
     return Finding("warn" if settings.guard else "ok", "attach", text, reason)
 
 
 def guard_limits(found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """The limits of the guard, if it is in use."""
+    """Return what the guard cannot prevent, if the guard is in use."""
     if not any(device["tier"] == "guarded" for device in found):
         return []
     return [
@@ -161,7 +162,7 @@ def guard_limits(found: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def socket(path: Path, answers: bool) -> Finding:
-    """Whether this user can trust the socket, and whether a broker answers at it."""
+    """Check whether this user can trust the socket, and whether a broker answers at it."""
     if answers:
         return Finding("ok", "socket", f"a broker answers at {path}")
     try:
@@ -176,7 +177,7 @@ def socket(path: Path, answers: bool) -> Finding:
 
 
 def kernelspecs() -> list[Finding]:
-    """Whether the Pooled GPU kernel and its provisioner are installed."""
+    """Check whether the Pooled GPU kernel and its provisioner are installed."""
     from jupyter_client.kernelspec import KernelSpecManager
 
     entries = importlib.metadata.entry_points(group="jupyter_client.kernel_provisioners")
@@ -197,7 +198,7 @@ def kernelspecs() -> list[Finding]:
 
 
 def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
-    """Whether the Linux module Yama lets one process trace another.
+    """Check whether the Linux module Yama lets one process trace another.
 
     See the kernel documentation, admin-guide/LSM/Yama.
     """
@@ -217,7 +218,7 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
 
 
 def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) -> Finding:
-    """Whether the host has room for suspended state.
+    """Check whether the host has room for suspended state.
 
     The driver keeps the state of suspended kernels in the host memory of their processes.
     """
@@ -240,10 +241,10 @@ def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) 
 def memory_limits(
     settings: BrokerSettings, devices: Sequence[Mapping[str, Any]], host: Host | None = None
 ) -> list[Finding]:
-    """Whether the memory limits here let a process keep its slice in host memory.
+    """Check whether the memory limits allow the suspend of a slice of the default size.
 
-    These are the limits of the machine and of the cgroups. Kernels that a spawner or a service
-    manager starts may have other limits.
+    These are the limits of the machine and of this process's cgroups. Kernels that a spawner or a
+    service manager starts may have other limits.
     """
     largest = max((int(d["memory_capacity"]) for d in devices), default=0)
     wanted = min(settings.pool.default_memory, largest)
@@ -269,7 +270,7 @@ def memory_limits(
 
 
 def journal(status: Mapping[str, Any]) -> list[Finding]:
-    """Whether the running broker can write its journal, which a restarted broker reads."""
+    """Check whether the running broker can write the journal that the next broker reads."""
     broker = status.get("broker") or {}
     if not broker.get("journal_problem"):
         if broker.get("journal_note"):
@@ -283,7 +284,7 @@ def journal(status: Mapping[str, Any]) -> list[Finding]:
 
 
 def journal_place(settings: BrokerSettings, path: Path) -> list[Finding]:
-    """Where a new broker at the socket ``path`` would write its journal, if no broker runs now."""
+    """Return where a new broker at the socket ``path`` would write its journal."""
     from ..broker.store.journal_file import place
 
     try:
@@ -299,17 +300,17 @@ def devices(
     problem: str,
     orders: Sequence[Mapping[str, Any]] = (),
 ) -> list[Finding]:
-    """One line per GPU: its tier, and what is not possible in that tier.
+    """Return one line for each GPU: its tier, and what does not work in this tier.
 
-    ``orders``: the field ``maintenance`` of the broker's status. A GPU that an admin has taken out
-    of service is a warning, not a failure.
+    ``orders`` is the field ``maintenance`` of the broker's status. If an admin has taken a GPU out
+    of service, the finding is a warning and not a failure.
     """
     held = {str(order["device"]): order for order in orders}
     if not found:
         return [Finding("fail", "devices", problem or "no GPU was found", "See 'driver' above.")]
     lines = []
     for device in found:
-        # The names of the emulated driver already contain the word "emulated".
+        # Devices of the emulated driver already have the word "emulated" in their names.
         label = "EMULATED " * (device["emulated"] and "EMULATED" not in device["name"].upper())
         size = format_bytes(device["memory_total"])
         text = f"{label}{device['name']}, {size}, tier {device['tier']}"
@@ -343,12 +344,15 @@ def _taken_out(order: Mapping[str, Any], device: Mapping[str, Any]) -> str:
 
 
 def limited(limit: str) -> list[Finding]:
-    """Which environment variable keeps GPUs of this machine out of the pool."""
+    """Return which environment variable keeps GPUs of this machine out of the pool."""
     return [Finding("ok", "devices", limit)] if limit else []
 
 
 def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Whether a slice of the default size fits on a GPU. If not, kernels get a smaller slice."""
+    """Check whether a slice of the default size fits on a GPU.
+
+    If it fits on none, kernels get a smaller slice.
+    """
     largest = max((int(d["memory_capacity"]) for d in found), default=0)
     memory = settings.pool.default_memory
     if not largest or memory <= largest:
@@ -361,9 +365,9 @@ def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
 
 
 def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Whether each GPU is larger than the reserve.
+    """Check whether each GPU has more memory than the reserve.
 
-    The pool cannot grant memory of a smaller GPU.
+    The pool cannot grant any memory of a GPU that is not larger than the reserve.
     """
     reserve = settings.pool.reserve
     small = [d for d in found if reserve and int(d["memory_total"]) <= reserve]
@@ -375,9 +379,9 @@ def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
 
 
 def stanzas() -> list[Finding]:
-    """Whether the options of pooled kernelspecs are valid.
+    """Check whether the options of pooled kernelspecs are valid.
 
-    With invalid options no kernel starts.
+    A kernel with invalid options does not start.
     """
     from traitlets import TraitError
 
@@ -392,8 +396,9 @@ def stanzas() -> list[Finding]:
         options = stanza.get("config", {})
         try:
             check_options(options, kernel.name, options_of(stanza["provisioner_name"]))
-            # The remote provisioner has these options and PLACEMENT_OPTIONS. This check does not
-            # import the remote provisioner, because that import needs pyzmq with CurveZMQ.
+            # A remote provisioner accepts the options of GPUPoolProvisioner and PLACEMENT_OPTIONS.
+            # So this check uses GPUPoolProvisioner for both provisioners: the import of the remote
+            # provisioner needs pyzmq with CurveZMQ.
             GPUPoolProvisioner(**{k: v for k, v in options.items() if k not in PLACEMENT_OPTIONS})
         except (GPUPoolError, TraitError, TypeError) as error:
             todo = f"Correct {path}: kernels with these options do not start."
@@ -402,5 +407,5 @@ def stanzas() -> list[Finding]:
 
 
 def find(path: str, configured: str) -> Path:
-    """Return the socket that a kernel started here would use."""
+    """Return ``path``, or the socket that a new kernel would use if ``path`` is empty."""
     return Path(path) if path else find_socket(configured)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The commands of a cluster: join it, see it, drain or fence a machine.
+"""The commands for a cluster: join or show the cluster, drain or fence a machine.
 
 All commands except ``leave`` need the package's extra ``cluster``.
 """
@@ -47,7 +47,7 @@ def _node(options: Options) -> int:
             code=Code.BAD_REQUEST,
             next_step="Use --head to begin one, or --join with the address of its head.",
         )
-    import asyncio  # imported here: otherwise every command would be slower
+    import asyncio  # imported here, because this import would make every command slower
     import logging
 
     from ..cluster.node import run_node
@@ -61,8 +61,8 @@ def _node(options: Options) -> int:
     )  # fmt: skip
 
 
-#: For each order: the state of the machine that shows that the order is done. "" means that the
-#: command does not wait for a state.
+#: By order: the state that the machine has when the order is done. The command waits for this
+#: state. It does not wait if the state is "".
 ORDERS = {"drain": "left", "resume": "present", "fence": ""}
 
 
@@ -122,7 +122,7 @@ def _cluster(options: Options) -> int:
 
 
 def picture(found: Mapping[str, Any]) -> str:
-    """Return the machines of a cluster, and what users and groups may use on each, as text."""
+    """Return a text with each machine of a cluster, and what users and groups may use on it."""
     lines = (
         [] if found["serving"] else ["The ledger lends nothing until all machines have reported."]
     )

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool status --cluster``: all machines of the cluster, as its ledger knows them.
+"""``jupyter gpupool status --cluster``: prints what the ledger knows of all machines.
 
-The broker of this machine asks the ledger, so users need no access to Ray. Each figure is from the
-last report of the machine. For a silent machine, the command also prints the age of that report.
+The broker of this machine asks the ledger, so users need no access to Ray. The figures of a machine
+are from the machine's last report. For a silent machine, the command also prints the age of this
+report.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def ask(client: Client) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """Return the machines as a table, and below it what users and groups may use on each one."""
+    """Return a table of the machines, then lines about what users and groups may use."""
     view = found["view"]
     if view is None:
         age = found["age"]
@@ -73,13 +74,13 @@ def _state(node: Mapping[str, Any]) -> str:
 
 
 def _figures(summary: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return the cells of a machine's row; an unknown value is a dash."""
+    """Return the cells for a machine's figures; the cell of an unknown value is a dash."""
     if summary is None:
         return ("-",) * 5
     devices, out = summary["devices"], summary["out"]
     return (
         f"{devices} ({out} out of service)" if out else str(devices),
-        # The ledger knows the models of the GPUs in service only.
+        # The ledger knows only the models of GPUs in service.
         models(summary["gpus"] or ()) or "-",
         format_bytes(summary["granted"]),
         format_bytes(summary["free"], rounding="down"),

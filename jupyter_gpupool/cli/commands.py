@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The commands of ``jupyter gpupool``, one function each. Only this module prints errors.
+"""The commands of ``jupyter gpupool``: each is a function. Only this module prints errors.
 
 A command is a function with the decorator :func:`registry.command`. The description and the
 arguments of the command are arguments of the decorator. Longer code is in modules that are imported
@@ -377,7 +377,7 @@ def _demo(options: Options) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with error messages that fit on one line and name the most similar valid word."""
+    """A parser whose error messages fit on one line and name the most similar valid word."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument (.+?): invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -396,14 +396,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """The formatter puts the longest command name and its help on one line."""
+    """A help formatter that puts even the longest command name and its help on one line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
 
 
 def _description() -> str:
-    """Return a text with the purpose of the program and its commands, grouped by task."""
+    """Return the text that says what the program does and lists its commands by task."""
     lines = [_SUMMARY, ""]
     for group, members in groupby(in_order(), lambda one: one.group):
         lines.append(f"{group:<25}{', '.join(one.name for one in members)}")
@@ -438,7 +438,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An error prints one sentence on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        # These arguments name no command; they are options of the program, such as --help.
+        # The broker parses its own arguments. argparse would take some of them, such as --help, for
+        # options of this program.
         if arguments[:1] == ["broker"]:
             options = Options(command="broker", arguments=arguments[1:])
         else:

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Writes the report of ``check-config`` for people.
 
-Pure: the module makes lines of text from a report and a width.
+The module is pure: it only makes lines of text from a report and a width.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _tree(report: ConfigReport, width: int) -> Iterator[str]:
     yield from _columns(rows, width)
     devices = report["devices"]
     # In a cluster, the guarantees are for all machines together, but ``devices`` has only the GPUs
-    # of this machine. So the report does not compare the two.
+    # of this machine. So the report does not compare the guarantees with these GPUs.
     together = bool(report["cluster_nodes"])
     if devices and not together and any(group["guarantee"] for group in groups):
         top = sum(_needs(groups, group["name"]) for group in groups if not group["depth"])
@@ -112,7 +112,7 @@ def _tree(report: ConfigReport, width: int) -> Iterator[str]:
 def _columns(rows: Sequence[tuple[str, ...]], width: int) -> Iterator[str]:
     """Yield the rows of a table without its empty columns.
 
-    Long texts in the first column are cut.
+    Texts in the first column that are too long for ``width`` are cut.
     """
     keep = [n for n in range(len(rows[0])) if n == 0 or any(row[n] != "-" for row in rows[1:])]
     widths = {n: max(len(row[n]) for row in rows) for n in keep}

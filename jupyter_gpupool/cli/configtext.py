@@ -56,7 +56,7 @@ def _shown(name: str, option: dict[str, Any]) -> str:
 
 
 def _code(text: str) -> str:
-    """Return ``text`` with quotes, stars and braces escaped for Markdown."""
+    """Return ``text`` for Markdown: a value as code, other text with stars and braces escaped."""
     value, space, rest = text.partition(" (")
     if value[:1] in "'[{" and " or " not in value:
         return f"`{value}`" + (f" ({rest}" if space else "")

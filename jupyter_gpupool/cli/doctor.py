@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool doctor``: prints each check on one line, and below it what to do.
+"""``jupyter gpupool doctor``: prints the result of each check, and below it what to do.
 
 It changes nothing.
 """
@@ -119,8 +119,9 @@ def _inside(socket: str, config_files: Sequence[Path]) -> list[Finding]:
         configured = load_settings(config_files).socket
     except WrongConfiguration as error:
         return [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
-    # Do not call find_socket() here. If the mount is missing, it would choose the user's own
-    # socket, which is right only on a machine without a machine broker.
+    # Do not call find_socket(). If the container does not mount the machine's folder, find_socket()
+    # would choose the user's own socket. This choice is right only on a machine without a machine
+    # broker.
     named = socket or configured or os.environ.get(SOCKET_VARIABLE, "")
     return examine_inside(Path(named) if named else MACHINE_SOCKET)
 
@@ -136,8 +137,8 @@ def _ask_broker(path: Path) -> Mapping[str, Any] | None:
 def probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str, str]:
     """Find and test the devices as a broker does at its start, and release them.
 
-    Return the devices, the reason if there are none, the reason if the guard is off, and the
-    setting that hides GPUs, if any.
+    Return four values: the devices, why there are none, why the guard is off, and which setting
+    hides GPUs. A text that does not apply is empty.
     """
 
     async def look(

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool doctor --inside``: what a container must allow to use the machine's pool.
+"""``jupyter gpupool doctor --inside``: checks whether a container can use the machine's pool.
 
 The broker runs outside this container and suspends the kernels in it. The operating system reports
 the kernels' process ids to the broker. A container mounts either the folder of one user of the
@@ -31,7 +31,7 @@ PATIENCE = 10.0
 _NAMESPACE = Path("/proc/self/uid_map")
 _NOBODY = Path("/proc/sys/kernel/overflowuid")
 
-#: How messages name the folder that each user of the pool has on the machine.
+#: The text with which messages name the folder of a user of the pool on the machine.
 _USERS = "/run/gpupool/users/NAME, if the broker has c.GPUPool.user_sockets"
 
 _DEVICE_FILE = Path("/dev/nvidiactl")
@@ -63,7 +63,7 @@ def examine_inside(path: Path) -> list[Finding]:
 
 
 def _mount(path: Path) -> str:
-    """Return the advice that makes the socket at ``path`` usable in this container."""
+    """Return what the user must do so that the socket at ``path`` works in this container."""
     if _is_nobodys(path):
         return (
             "In this user namespace the machine's root appears as the user 'nobody'. A kernel "
@@ -93,7 +93,7 @@ def _rows(table: Path) -> list[list[str]]:
 
 
 def image(guard: Path) -> Finding:
-    """Whether this image can run kernels under the guard."""
+    """Check whether this image can run kernels under the guard."""
     why = problem(str(guard)) if guard.exists() else f"{guard} is not here"
     if not why:
         return Finding("ok", "image", "this image's Python and C library can load the guard")
@@ -103,7 +103,7 @@ def image(guard: Path) -> Finding:
 
 
 def identity(path: Path, user: str) -> Finding:
-    """Whether the mounted folder of a pool user is read-only here."""
+    """Check whether the mounted folder of a pool user is read-only in this container."""
     if not os.statvfs(path.parent).f_flag & os.ST_RDONLY:
         return Finding(
             "fail", "socket", f"{path.parent} is writable here: root in this container could "
@@ -114,7 +114,10 @@ def identity(path: Path, user: str) -> Finding:
 
 
 def loadable(guard: Path) -> Finding:
-    """Whether this image has the guard. The machine's folder contains only a link to the guard."""
+    """Check whether this image has the guard.
+
+    The machine's folder contains only a link to the guard's file.
+    """
     if guard.exists():
         return Finding("ok", "guard", str(guard.resolve()))
     return Finding(
@@ -124,7 +127,7 @@ def loadable(guard: Path) -> Finding:
 
 
 def libc() -> Finding:
-    """Whether the C library can load the guard, which is built for glibc."""
+    """Check whether the C library can load the guard, which is built for glibc."""
     try:
         version = os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (ValueError, OSError):
@@ -138,7 +141,7 @@ def libc() -> Finding:
 
 
 def users(table: Path) -> Finding:
-    """Whether user ids in this container are the same as on the machine."""
+    """Check whether user ids in this container are the same as on the machine."""
     rows = _rows(table)
     if whole_user_namespace(table):
         return Finding("ok", "user ids", f"you are user id {os.geteuid()}, as on the machine")
@@ -162,10 +165,10 @@ def listener(path: Path) -> int:
 
 
 def numbers(seen: int, told: int) -> Finding:
-    """Whether processes have the same ids in this container as on the machine.
+    """Check whether processes have the same ids in this container as on the machine.
 
-    ``seen`` is the broker's process id as the operating system translates it for this container;
-    ``told`` is the id that the broker reports about itself.
+    ``seen`` is the broker's process id that the operating system reports in this container.
+    ``told`` is the process id that the broker reports about itself.
     """
     if seen == told:
         return Finding("ok", "processes", "processes have the same ids here as on the machine")
@@ -178,7 +181,7 @@ def numbers(seen: int, told: int) -> Finding:
 
 
 def pages(folder: Path) -> Finding:
-    """Whether the folder with the sessions' pages is mounted here and writable.
+    """Check whether this container mounts the sessions' pages and may write them.
 
     Kernels and the broker share these pages.
     """
@@ -198,7 +201,7 @@ def pages(folder: Path) -> Finding:
 
 
 def devices(status: Mapping[str, Any], environment: Mapping[str, str], file: Path) -> Finding:
-    """Whether a kernel in this container sees the GPUs of the pool."""
+    """Check whether a kernel in this container sees the GPUs of the pool."""
     shown = environment.get("NVIDIA_VISIBLE_DEVICES", "")
     count = len(status["devices"])
     if status["emulated"]:

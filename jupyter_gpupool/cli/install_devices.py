@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool install-devices``: an environment for the broker's device processes.
+"""``jupyter gpupool install-devices``: makes a Python environment with NVIDIA's packages.
 
-NVIDIA's packages are installed there, in the versions with which this release was tested. So no
-other environment (of Jupyter Server, or of a kernel) needs them.
+The broker's device processes use this environment. It has the packages in the versions with which
+this release was tested. So no other environment (of Jupyter Server, or of a kernel) needs these
+packages.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
     folder:
         Where to make the environment; None: the first writable place that a broker searches.
     wheels:
-        A folder with all packages; pip then uses no package index.
+        A folder that contains all packages. If it is given, pip uses no package index.
     """
     target = folder.expanduser().absolute() if folder else _first_writable()
     if target.exists() and not (target / "pyvenv.cfg").is_file():
@@ -87,14 +88,14 @@ def download_devices(folder: Path) -> int:
 
 
 def _first_writable() -> Path:
-    """Return the first place where this user can create a folder."""
+    """Return the first place of the environment; the second if the first cannot be written."""
     first, second = vendor.interpreter.places()
     above = next(path for path in (first, *first.parents) if path.exists())
     return first if os.access(above, os.W_OK | os.X_OK) else second
 
 
 def _fill(folder: Path, wheels: Path | None) -> Path:
-    """Make an environment with the packages in ``folder``; return its interpreter."""
+    """Make the environment in ``folder``, install the packages, and return the interpreter."""
     python = folder / "bin" / "python"
     source: list[str] = []
     if wheels is not None:

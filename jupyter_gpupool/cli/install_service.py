@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool install-service``: installs one broker for the machine, as a service.
 
-The command prints each file before it writes it, and each command before it runs it. ``--undo``
-removes everything. To start and stop the service, use the service manager's own commands. A restart
-of the broker ends no kernel, so the same command also upgrades the service.
+``install-service`` prints each file and each command before it writes the file or runs the command.
+``--undo`` removes everything. To start and stop the service, use the service manager's own
+commands. ``install-service`` also upgrades the service: it restarts the broker, and a restart ends
+no kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from .service_files import (
     stamped,
 )
 
-#: A folder that exists while the service manager runs; for systemd see sd_booted(3).
+#: By service manager: a folder that exists only while this manager runs. For systemd, see
+#: sd_booted(3).
 _RUNNING = {"systemd": Path("/run/systemd/system"), "openrc": Path("/run/openrc")}
 
 #: The journal's folder if the configuration names no other folder.
@@ -61,7 +63,8 @@ def install_service(
     manager:
         "systemd", "openrc" or "runit"; "" means the manager that runs on this machine.
     root:
-        Write the files below this folder (of an image), and run no command.
+        The root folder of an image. If it is given, the files are written below it, and no command
+        runs.
     config:
         Further configuration files that the broker reads.
     undo:
@@ -112,9 +115,11 @@ def install_service(
 def _found(manager: Manager, base: Path) -> dict[Path, Path]:
     """Return the service's installed files.
 
-    Each key is a path on the machine; the value is the path of the same file in ``base``.
+    Each key is the path of a file on the machine. Its value is the path of this file below
+    ``base``.
     """
-    # The layout affects only the contents of the files, so any layout gives the right paths.
+    # The paths of the files are the same for each layout, so the values of this layout do not
+    # matter.
     places = [file.path for file in manager.files(Layout(Path("/"), (), MACHINE_SOCKET, _STATE))]
     found = {place: base / place.relative_to("/") for place in places}
     return {place: path for place, path in found.items() if path.exists()}
@@ -125,7 +130,7 @@ def _has_begun(manager: Manager, base: Path) -> bool:
 
 
 def _kept(manager: Manager, found: Mapping[Path, Path]) -> tuple[Path, ...]:
-    """Return the configuration files that the present installation names."""
+    """Print and return the configuration files that the installed service uses."""
     kept = tuple(
         path for file in found.values() for path in earlier_config(manager, file.read_text())
     )
@@ -150,7 +155,7 @@ def _running_manager(root: Path | None) -> str:
 
 
 def _layout(config: Sequence[Path]) -> Layout:
-    """Read the configuration files ``config``; return the facts for the service's files."""
+    """Return the layout of a service whose broker reads the configuration files ``config``."""
     wanted = [path.expanduser().absolute() for path in config]
     settings = load_timetable(wanted).base
     if settings.socket and Path(settings.socket) != MACHINE_SOCKET:
@@ -189,8 +194,8 @@ def _check_ours(path: Path) -> None:
 def _check_programs(layout: Layout) -> None:
     """Refuse to install if a user who is not root can change a program that root would run."""
     package = Path(__file__).resolve().parents[1]
-    # The broker starts in another folder than this process, and without this process's PYTHONPATH.
-    # So this check skips the folders that are in sys.path only because of the present folder or
+    # The broker starts in another folder, and without the PYTHONPATH of this process. So this check
+    # leaves out the first entry of sys.path (the folder of this process) and the entries from
     # PYTHONPATH.
     here = [*sys.path[:1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     imported = [Path(folder) for folder in sys.path if folder and folder not in here]
@@ -231,8 +236,8 @@ def _write(path: Path, file: ServiceFile, dry_run: bool) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The file is written under another name and then renamed, so that the service manager never
-        # reads half of it.
+        # Write a new file and then rename it, so that the service manager never reads an incomplete
+        # file.
         new = path.with_name(f".{path.name}.new")
         new.unlink(missing_ok=True)  # an earlier call that was killed may have left this file
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -266,8 +271,8 @@ def _remove(
         print(f"Remove {path}")
         if not dry_run:
             path.unlink()
-    # Remove the socket's file: as long as it exists, kernels expect the machine's broker to return
-    # soon.
+    # While the socket's file exists, kernels expect that the machine's broker starts again soon. So
+    # remove the file.
     for command in (["rm", "-f", str(MACHINE_SOCKET)], *manager.ended):
         failed.append(_run(command, run=run, dry_run=dry_run))
     for problem in filter(None, failed):
@@ -295,7 +300,7 @@ def _is_held(lock: Path) -> bool:
 
 
 def _run(command: Sequence[str], *, run: bool, dry_run: bool) -> str:
-    """Run a command; return the problem as a text, "" if there was none."""
+    """Print and run a command. Return why it failed; "" if it did not fail."""
     text = " ".join(command)
     print(f"Run {text}" if run else f"Not run, because of --root: {text}")
     if not run or dry_run:

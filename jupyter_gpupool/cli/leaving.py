@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Orders machines to leave their cluster or to come back, and waits until this is done."""
+"""Orders a machine to leave its cluster or to come back, and waits until the order is done."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .status import socket_path
 #: Seconds between two checks of an order's progress.
 LOOK = 0.5
 
-#: If a machine is in one of these states, the ledger has restarted and lost the order. So the
-#: command sends the order again.
+#: By order: states that show that the ledger does not know the order, although the command has
+#: sent it. In this case the ledger has restarted, so the command sends the order again.
 UNDONE = {"drain": ("present",), "resume": ("draining", "left")}
 
 _NEXT = (

@@ -14,10 +14,11 @@ from .status import socket_path
 #: Seconds between two checks of an order's progress.
 LOOK = 0.5
 
-#: If an order is not complete after this many seconds, the command prints that it waits.
+#: Seconds until the command prints the broker's note on an order that is not complete yet. It
+#: prints the note earlier if it knows what the order waits for.
 AT_ONCE = 2.0
 
-#: Longest time that the self-tests of a resume may take, in seconds.
+#: Time-out in seconds for a request that makes the broker test GPUs.
 TEST_TIMEOUT = 600.0
 
 
@@ -78,9 +79,9 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
 
 
 def _will_test(status: Mapping[str, Any], device: str) -> bool:
-    """Return whether a resume will test devices.
+    """Return whether the broker will test GPUs when it gets the order to resume ``device``.
 
-    If not, the broker's answer to the resume says why.
+    If it will test no GPU, its answer to the order says why.
     """
     orders = {str(row["device"]) for row in status.get("maintenance") or ()}
     if not device:
@@ -120,7 +121,7 @@ def _wait(client: Client, uuid: str, note: str) -> int:
 
 
 def progress(order: Mapping[str, Any]) -> list[str]:
-    """Return one line for each kernel or process that an order still waits for."""
+    """Return lines that say what an order still waits for: kernels, a step, or processes."""
     waits, others = order["waits"], order["others"]
     lines = []
     if waits or others:

@@ -41,8 +41,8 @@ _COLOURS = {
     "emulated": "1;36",
 }
 
-#: Characters that fill a bar, by their meaning. The first is for terminals with Unicode, the second
-#: for other terminals.
+#: By the meaning of a part of a bar: the character that fills the part on a terminal with Unicode,
+#: and the character that fills it on any other terminal.
 _FILLS = {
     "running": ("█", "#"),
     "idle": ("▒", "="),
@@ -93,7 +93,10 @@ class Style:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` without control characters, which a user may put into a label."""
+    """Return ``text`` with "?" in place of each control character.
+
+    Users choose the labels of their sessions, so a label may contain control characters.
+    """
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -110,8 +113,8 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
     letters = dict(zip(attached, _LETTERS, strict=False))
     devices = snapshot["devices"]
     now = float(snapshot.get("now") or 0)
-    # All bars have the same length, so that people can compare them. The longest text beside a bar
-    # decides this length.
+    # All bars have the same length, so that people can compare the bars. The longest text beside a
+    # bar decides how much room is left for a bar.
     beside = max((len(_figures(device)) for device in devices), default=0)
     return [
         *_head(snapshot, style),
@@ -125,7 +128,7 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
 
 
 def _order(session: Snapshot, place: Mapping[str, int]) -> tuple[int, int, str]:
-    """Return the sort key of a session: attached sessions by device, then the queue."""
+    """Return the sort key of a session: first the sessions with a slice, then the queue."""
     if session.get("granted_bytes"):
         return 0, place.get(str(session.get("device")), 0), str(session["id"])
     return 1, session.get("queue_position") or 1 << 30, str(session["id"])
@@ -168,7 +171,7 @@ def style_warning(text: str, style: Style) -> list[str]:
 
 def _figures(device: Snapshot) -> str:
     granted, free = format_bytes(device["memory_granted"]), device.get("memory_free")
-    # If the device is out of service, the next line has the reason.
+    # If the device is out of service, the picture shows the reason in its next line.
     room = "not used" if device.get("drained_reason") else f"{format_bytes(free or 0)} free"
     busy = "" if device.get("utilisation") is None else f", {device['utilisation']} % busy"
     return f"{granted} of {format_bytes(device['memory_capacity'])} granted, {room}{busy}"
@@ -183,7 +186,7 @@ def _device(
 ) -> list[str]:
     uuid = str(device["uuid"])
     title = f"GPU {device['index']}  "
-    # The names of the emulated driver already contain the word "emulated".
+    # The emulated driver names its GPUs "EMULATED NVIDIA GPU". Do not print the word a second time.
     unsaid = device["emulated"] and "EMULATED" not in str(device["name"]).upper()
     emulated = "  EMULATED" if unsaid else ""
     tier = f"  {device['tier']}"
@@ -200,7 +203,7 @@ def _device(
     ]
     if device.get("memory_foreign"):
         parts.append(("foreign", int(device["memory_foreign"]), ""))
-    # The pool grants no memory of a device out of service, so the bar shows no free memory.
+    # The pool grants no memory of a device that is out of service. So the rest of the bar is blank.
     rest = " " if device.get("drained_reason") else style.fill("free")
     wide = style.width >= 72
     room = style.width - 2 - (beside + 1 if wide else 0)
@@ -223,7 +226,7 @@ def _devices_of(session: Snapshot) -> Sequence[str]:
 
 
 def _share(session: Snapshot) -> int:
-    """Return the session's bytes on each of its devices; all its devices have the same share."""
+    """Return the session's bytes on one of its devices; it has the same number on each device."""
     return int(session["granted_bytes"]) // max(1, len(_devices_of(session)))
 
 
@@ -232,7 +235,8 @@ def _bar(
 ) -> str:
     """Return a bar of ``room`` columns.
 
-    While there is room, each part gets at least one column, so that it is visible.
+    Each part gets at least one column, so that a small part is visible, too. If the bar has no
+    column left, the part gets none.
     """
     drawn: list[str] = []
     left = max(0, room)
@@ -306,8 +310,8 @@ def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str
         _granted(session) or "-",
         _uses(session) if session.get("granted_bytes") else "",
         _size(session.get("suspended_bytes")),
-        # This time is rounded as in the list of waiting sessions, so that the table and the list
-        # agree.
+        # Round this time as the list of waiting sessions does, so that the table and the list show
+        # the same time.
         format_waited(session.get("wait_seconds_total") or 0.0),
         _left(session),
         str(session.get("label") or ""),
@@ -315,9 +319,9 @@ def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str
 
 
 def _leaving(session: Snapshot, now: float) -> str:
-    """Return a text that says when an idle session loses its slice.
+    """Return a text about when an idle session loses its slice; "" if this time is unknown.
 
-    The text has a time only if no waiting session wants the slice.
+    If a waiting session wants the slice, the text says only whether the session may lose it now.
     """
     if session.get("wanted"):
         kept = (session.get("keep_until") or 0.0) > now
@@ -332,13 +336,16 @@ def _short(session_id: str) -> str:
 
 
 def _uses(session: Snapshot) -> str:
-    """Return the memory use that the guard counts now; without a guard, the last measurement."""
+    """Return the session's memory use: the guard's count, or else the last measurement."""
     counted = session.get("used_bytes")
     return _size(session.get("footprint_bytes") if counted is None else counted)
 
 
 def _left(session: Snapshot) -> str:
-    """Return what is left of the daily budget of the session's user or group: the smaller value."""
+    """Return how many GPU-seconds the session may still use today, as text; "" without a budget.
+
+    If its user and its group both have a daily budget, the budget with less left counts.
+    """
     found = [session.get(name) or {} for name in ("usage", "group_usage")]
     left = [u["daily"] - u["today"] for u in found if u.get("daily") is not None]
     if not left:
@@ -361,8 +368,8 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
         return []
     lines = ["", style.paint("WAITING", "bold")]
     for session in waiting:
-        # For a session of another user, the broker reports what the session asks for, but no
-        # estimate of its wait.
+        # The status has no ``request`` of another user's session, only ``asks``. It also has no
+        # estimate of how long that session will wait.
         request = session.get("request") or session.get("asks") or {}
         asks = ""
         if request.get("memory"):
@@ -383,7 +390,7 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
 
 
 def _others_wait(session: Snapshot, now: float) -> str:
-    """Return what another user's kernel waits for, and how long it has waited."""
+    """Return a text: what another user's kernel waits for, and how long it has waited so far."""
     what, since = session.get("waits_for"), session.get("queued_at")
     so_far = "" if since is None else format_waited(now - since)
     if not so_far:

@@ -155,8 +155,8 @@ def _run_words(options: Options, words: Sequence[str]) -> int:
         print(start(words, run_options, options.name))
         return 0
     child = CommandProcess(words)
-    # This process closes its own standard input and output, so that only the user's program has
-    # them open. A reader then sees the end of the output as soon as the program closes the output.
+    # Replace this process's standard input and output with /dev/null, so that only the user's
+    # program has them open. When the program closes its output, a reader sees the end at once.
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.dup2(null, 1)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Makes functions commands of ``jupyter gpupool``, with a description and arguments."""
+"""Registers functions as the commands of ``jupyter gpupool``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 Options = argparse.Namespace
 
-#: The tasks by which the help groups the commands, in the order of the help.
+#: The headings in the help, in their order. Each command is listed under one of them.
 GROUPS = (
     "See the pool",
     "Act on it",
@@ -48,7 +48,10 @@ COMMANDS: dict[str, Subcommand] = {}
 def command(
     group: str, does: str, *arguments: Argument, exit_codes: str = EXIT_CODES
 ) -> Callable[..., Any]:
-    """Return a decorator that makes a function a command: ``_status`` becomes ``status``."""
+    """Return a decorator that registers a function as a command.
+
+    The function ``_status`` becomes the command ``status``.
+    """
 
     def register(run: Callable[[Options], int]) -> Callable[[Options], int]:
         known = run.__name__[1:].replace("_", "-")
@@ -64,7 +67,7 @@ def in_order() -> list[Subcommand]:
 
 
 def argument(*names: str, **settings: Any) -> Argument:
-    """Return an argument; takes the same parameters as ``ArgumentParser.add_argument``."""
+    """Return an argument of a command; the parameters are those of ``add_argument``."""
     return lambda parser: parser.add_argument(*names, **settings)
 
 
@@ -80,7 +83,7 @@ def either(*arguments: Argument) -> Argument:
 
 
 def seconds_between(text: str) -> float:
-    """Return the seconds from one picture to the next. argparse calls this to read an option."""
+    """Return the option ``text`` as a number: the seconds between two pictures."""
     try:
         value = float(text)
     except ValueError:

@@ -17,20 +17,21 @@ _MOST_LINKS = 40
 
 
 def changeable(path: Path) -> str:
-    """Return which folder or file lets a user other than root change ``path``; "" if none does.
+    """Return through which folder or file a user other than root can change the file at ``path``.
 
-    The text contains the owner and the mode of this folder or file.
-
-    If the file does not exist, this checks its folder, because another user might create the file.
+    The result is a text with this folder or file, its owner and its mode; "" if only root can
+    change the file. If the file does not exist, this function checks the folder, because another
+    user might create the file.
     """
     steps = [*_steps(path)]
     for number, at in enumerate(steps):
         try:
             found = at.lstat()
         except OSError:
-            return ""  # ``at`` does not exist, and the loop has already checked its folder
+            return ""  # nothing exists at ``at``; the loop has already checked the folder above it
         last = number + 1 == len(steps) or not os.path.lexists(steps[number + 1])
-        # In a sticky folder other users cannot replace root's files, but they can make new ones.
+        # The sticky bit of a folder prevents other users from replacing root's files in it, but not
+        # from making new files. So the bit counts only if the next step of the path exists.
         sticky = bool(found.st_mode & stat.S_ISVTX) and not last
         by_group = found.st_mode & stat.S_IWGRP and found.st_gid != 0
         writable = bool(by_group or found.st_mode & stat.S_IWOTH) and not sticky

@@ -75,38 +75,39 @@ class Layout:
 class Manager:
     """A service manager: its files, and the commands that start and end the service.
 
-    ``begin`` and ``upgrade`` run after the files are written, ``end`` before their removal. Each
-    command may run a second time, because an earlier installation may have stopped halfway.
+    After the files are written, the commands ``upgrade`` run if the service was installed before,
+    else the commands ``begin``. The commands ``end`` run before the files are removed. Each command
+    may run a second time, because an earlier installation may have stopped halfway.
     """
 
     files: Callable[[Layout], list[ServiceFile]]
     begin: Callable[[Layout], list[list[str]]]
     upgrade: Callable[[Layout], list[list[str]]]
     end: Callable[[Layout], list[list[str]]]
-    #: Takes the text of the service file that runs the broker. Returns the words of the broker's
-    #: command.
+    #: A function that returns the words of the broker's command. It reads them in the text of the
+    #: service file that runs the broker.
     command_in: Callable[[str], list[str]]
     #: Commands that run after the files are removed.
     ended: Sequence[Sequence[str]] = ()
-    #: A file that ``begin`` makes. If it is missing, the installation is not complete. None if
-    #: ``begin`` makes no file.
+    #: A file that the commands ``begin`` make; None if they make no file. If this file is missing,
+    #: the installation is not complete.
     sign: Path | None = None
 
 
 def earlier_config(manager: Manager, text: str) -> tuple[Path, ...]:
-    """Return the configuration files that the broker of this service file reads."""
+    """Return the configuration files in the broker's command; ``text`` is the service file."""
     words = manager.command_in(text)
     return tuple(Path(after) for word, after in pairwise(words) if word == "--config")
 
 
 def _line_after(start: str, text: str) -> str:
-    """Find the last line that begins with ``start``; return its text after ``start``."""
+    """Return the rest of the last line that begins with ``start``; "" if no line does."""
     found = [line for line in text.splitlines() if line.startswith(start)]
     return found[-1].removeprefix(start) if found else ""
 
 
 def stamped(text: str) -> str:
-    """Return ``text`` with its checksum in a comment at the top (below a line with ``#!``)."""
+    """Return ``text`` with its checksum in a comment: the first line, or the line after ``#!``."""
     first, _, rest = text.partition("\n")
     line = f"# {MARK} {_sum(text)}\n"
     return f"{first}\n{line}{rest}" if first.startswith("#!") else line + text
@@ -203,7 +204,7 @@ SystemCallErrorNumber=EPERM
 LimitCORE=0
 """
 
-#: Lines of the unit if the option ``cluster_identity`` is set.
+#: The unit has these lines only if the option ``cluster_identity`` is set.
 _KILL_BROKER = """\
 # Kernels of servers on other machines are children of the broker, but must go on without it.
 KillMode=process
@@ -231,7 +232,10 @@ def _words_of_unit(text: str) -> list[str]:
 
 
 def _unit_words(words: Sequence[str]) -> str:
-    """Return quoted words for a unit. systemd expands variables in each word after the first."""
+    """Return a command as text for a unit: the words, quoted and with special characters escaped.
+
+    systemd expands variables in all words but the first, so only these words need ``$$`` for ``$``.
+    """
     quoted = []
     for number, word in enumerate(words):
         plain = word.replace("%", "%%").replace("$", "$$" if number else "$")

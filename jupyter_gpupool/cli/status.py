@@ -21,28 +21,27 @@ from ..endpoint import find_socket, is_machine_path
 from ..errors import BrokerUnavailable, Code, ConfigError, RefusedError
 from .picture import Style, draw, printable
 
-#: xterm control sequences that enter or leave the terminal's second screen, and hide or show the
-#: cursor. On the second screen, the repeated pictures leave no lines in the scrollback.
+#: Control sequences of xterm. ``_ENTER`` switches the terminal to its second screen and hides the
+#: cursor; ``_LEAVE`` undoes both. Pictures on the second screen leave no lines in the scrollback.
 _ENTER = "\x1b[?1049h\x1b[?25l"
 _LEAVE = "\x1b[?25h\x1b[?1049l"
 
 
 def socket_path(given: str) -> Path:
-    """Return the socket that ``--socket`` or the configuration names; if none, search for one."""
+    """Return the broker's socket: from ``--socket``, from the configuration, or by a search."""
     if given:
         return Path(given)
     try:
         configured = load_settings().socket
     except ConfigError as error:
-        # The configuration has mistakes now, but a broker may still run with an earlier, valid
-        # configuration.
+        # Only warn: a broker may still run with an earlier configuration that had no mistakes.
         print(f"Warning: {error}", file=sys.stderr)
         configured = ""
     return find_socket(configured)
 
 
 def style_for(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Style:
-    """Return how to draw on ``stream``. Colour needs a terminal; ``NO_COLOR`` turns colour off."""
+    """Return the style for ``stream``. Only a terminal gets colours, unless NO_COLOR is set."""
     terminal = stream.isatty()
     width = shutil.get_terminal_size((100, 24)).columns or 100
     colour = terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
@@ -51,7 +50,7 @@ def style_for(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Style:
 
 
 def show_status(socket: str, *, as_json: bool, watch: bool, interval: float) -> int:
-    """Print the pool once, or repeatedly until interrupted. Returns the exit code."""
+    """Print the pool once, or with ``watch`` again and again until ``^C``; return the exit code."""
     path = socket_path(socket)
     if watch:
         return _watch(path, as_json=as_json, interval=interval)
@@ -95,12 +94,21 @@ def _snapshot(path: Path) -> dict[str, Any]:
 
 
 def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer without the fields that belong only to the protocol."""
+    """Return a broker's answer without the protocol's fields (version, type and id)."""
     return {key: value for key, value in message.items() if key not in ("v", "type", "id")}
 
 
 def _watch(path: Path, *, as_json: bool, interval: float) -> int:
-    """Draw repeatedly until ``^C``. When the connection is lost, connect again."""
+    """Draw the pool every ``interval`` seconds until ``^C``; return 0.
+
+    If the connection is lost, this function connects again, but only if it draws on a terminal.
+
+    Raises
+    ------
+    BrokerUnavailable
+        If no broker answers the first call, or the connection is lost and the output is not a
+        terminal or is JSON.
+    """
     screen = sys.stdout.isatty() and not as_json
     client: Client | None = None
     try:
@@ -143,19 +151,19 @@ def _frame(lines: Sequence[str], *, screen: bool) -> None:
     if not screen:
         print("\n".join(lines), flush=True)
         return
-    # A terminal of unknown size reports 0 rows or columns, and Python 3.10 returns this 0.
+    # Python 3.10 returns 0 lines for a terminal that does not know its size.
     height = shutil.get_terminal_size().lines or 24
     shown = list(lines[: height - 1])
     if len(shown) < len(lines):
         shown[-1] = f"({len(lines) - len(shown) + 1} more lines; make the window higher)"
-    # To avoid flicker, one write draws the whole picture. It clears each line only after the line's
-    # text, and the screen only below the last line. So no part of the picture is ever blank.
+    # To avoid flicker, draw the whole picture with one write, and do not clear the screen first.
+    # Clear only the rest of each line after its text, and the screen below the last line.
     sys.stdout.write("\x1b[H" + "".join(line + "\x1b[K\n" for line in shown) + "\x1b[J")
     sys.stdout.flush()
 
 
 def release(socket: str, name: str, *, say: Callable[[str], None] = print) -> int:
-    """Release the slice of the session whose id begins with ``name``.
+    """Release the slice of the session that ``name`` means (see :func:`find_session`).
 
     Raises
     ------
@@ -170,7 +178,7 @@ def release(socket: str, name: str, *, say: Callable[[str], None] = print) -> in
 
 
 def why(socket: str, name: str, *, as_json: bool) -> int:
-    """Print why the session whose id begins with ``name`` waits, or who may take its slice.
+    """Print why a session waits, or who may take its slice; see :func:`find_session` for ``name``.
 
     Raises
     ------
@@ -218,8 +226,8 @@ def _refuse_ended(name: str) -> None:
 def find_session(name: str, sessions: Sequence[Mapping[str, Any]]) -> str:
     """Return the id of the one session that ``name`` means.
 
-    ``name`` is a session id, a kernel id, the beginning of one of these, or the label of the
-    session: the name of a program or of a notebook.
+    ``name`` may be a session id, a kernel id, or the beginning of one of these ids. It may also be
+    the label of the session: the name of a program or of a notebook.
     """
     matches = [
         s["id"]

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool top``: a full-screen table of the pool's sessions, with keys for orders.
 
-If the output is not a terminal, it prints the table once.
+If the input or the output is not a terminal, the command prints the table once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _NAMES = {
 
 
 def show_top(socket: str, *, sort: str, interval: float) -> int:
-    """Show the sessions until ``q``, or once if the output is not a terminal; return 0."""
+    """Show the sessions until the user types ``q``; return 0.
+
+    If the input or the output is not a terminal, print the sessions once.
+    """
     path = socket_path(socket)
     with connect(path) as client:
         snapshot = client.call("status")

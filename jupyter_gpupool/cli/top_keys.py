@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """What the keys of ``jupyter gpupool top`` do: they select, sort, and give orders. Pure.
 
-If htop or nvitop has the same function, the key is the same here. After a key for an order, the
-program asks for the order's values, and then for a ``y``. It sends the order after the ``y``.
+If htop or nvitop has the same function, this program uses the same key. After a key for an order,
+the program asks for the values of the order. It sends the order when the user confirms it with
+``y``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .top_table import SORTS, TopRow, head, in_order, lines, rows
 
 Snapshot = Mapping[str, Any]
 
-#: The most minutes that a person may enter for the time until the broker takes a slice back. The
+#: The longest delay, in minutes, that a user may enter for an order that takes a slice back. The
 #: broker has the same limit.
 MAX_MINUTES = 7 * 24 * 60
 
@@ -48,11 +49,14 @@ class TopOrder:
 
 @dataclass
 class Question:
-    """A question on the last line; ``accept`` returns the next question, an order, or an error."""
+    """A question on the last line of the screen.
+
+    ``accept`` takes the user's answer. It returns the next question, an order, or an error text.
+    """
 
     text: str
     accept: Callable[[str], Question | TopOrder | str]
-    #: Whether one key answers the question: ``y`` means yes, and any other key means no.
+    #: Whether the question is answered with one key: ``y`` for yes, any other key for no.
     yes: bool = False
     typed: str = ""
 

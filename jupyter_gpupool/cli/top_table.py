@@ -13,10 +13,11 @@ from .picture import Style, columns, printable
 
 Snapshot = Mapping[str, Any]
 
-#: Columns that a table can be sorted by, in the order of the keys ``<`` and ``>``.
+#: The columns by which the table can be sorted. ``<`` and ``>`` step through them in this order.
 SORTS = ("waste", "slice", "used", "busy", "unused", "idle", "waits", "owner")
 
-#: After a session has had a slice for this many seconds, the table shows figures of its use.
+#: The table shows how busy a session was only if the session has had a slice for at least this many
+#: seconds.
 LEAST = 1.0
 
 
@@ -32,8 +33,8 @@ class TopRow:
     priority: str
     slice: int
     used: int | None
-    #: ``busy``: of the time in which the session had a slice, the part in which it used CUDA (from
-    #: 0 to 1). ``unused``: the seconds in which the session had a slice but did not use CUDA.
+    #: ``unused``: for how many seconds the session had a slice, but did not use CUDA. ``busy``: the
+    #: session used CUDA for this fraction (from 0 to 1) of the time in which it had a slice.
     busy: float | None
     unused: float | None
     idle: float | None
@@ -43,7 +44,7 @@ class TopRow:
 
     @property
     def waste(self) -> float | None:
-        """The bytes of the session's slice times ``unused``, the seconds without use of CUDA."""
+        """The product of the slice in bytes and ``unused`` in seconds."""
         return None if self.unused is None else self.slice * self.unused
 
 
@@ -85,13 +86,14 @@ def _left(at: float | None, now: float) -> float | None:
 
 
 def in_order(found: Sequence[TopRow], sort: str, *, inverted: bool = False) -> list[TopRow]:
-    """Return the rows sorted by a column, largest value first. Unknown values come last."""
+    """Return the rows sorted by the column ``sort``; rows without a value there come last."""
 
     def value(row: TopRow) -> Any:
         return getattr(row, sort)
 
     known = [row for row in found if value(row) is not None]
-    # Owners are sorted from A to Z, figures from the largest to the smallest.
+    # Sort owners from A to Z and numbers from the largest to the smallest; ``inverted`` reverses
+    # this order. Rows with the same value are sorted by id.
     known.sort(key=lambda row: row.id)
     known.sort(key=value, reverse=(sort != "owner") != inverted)
     rest = sorted((row for row in found if value(row) is None), key=lambda row: row.id)
@@ -117,8 +119,8 @@ def _waits(row: TopRow) -> str:
     return "" if row.waits is None else format_waited(row.waits)
 
 
-#: For each column: its title, its name in ``SORTS`` ("" if it has none), a function that returns
-#: its text, and whether it contains figures.
+#: For each column: its title; its name in ``SORTS`` ("" if the table cannot be sorted by it); a
+#: function that returns the text of a row; and whether the column contains numbers.
 _COLUMNS: tuple[tuple[str, str, Callable[[TopRow], str], bool], ...] = (
     ("SESSION", "", lambda row: row.id[:12], False),
     ("OWNER", "owner", lambda row: row.owner, False),

@@ -10,7 +10,7 @@ from .identity import Authenticator
 def authenticator(configured: str, *, reader: int) -> Authenticator | None:
     """Return the configured authenticator; None if this machine accepts no credentials.
 
-    ``reader`` is the user id of the brokers. Only this user may read credentials.
+    ``reader`` is the user id of the brokers. With MUNGE, only this user can read credentials.
     """
     if not configured:
         return None

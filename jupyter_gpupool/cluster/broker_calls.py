@@ -16,7 +16,7 @@ from ..protocol import MAX_LINE, MAX_REQUEST, decode, encode, raise_for
 
 
 class BrokerCalls:
-    """Requests to a broker over one connection; several may be under way."""
+    """Sends requests to a broker over one connection. Several calls may wait at the same time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -32,8 +32,8 @@ class BrokerCalls:
         OSError
             If the connection ends first, or no answer comes in time.
         GPUPoolError
-            If the broker refuses, or the request is too long. This method does not send a line that
-            is too long: the broker would close the connection, and all other calls would fail.
+            If the broker refuses, or the request is too long. This method does not send a request
+            that is too long: the broker would close the connection, and all other calls would fail.
         """
         if self._task.done():
             raise ConnectionResetError("The broker has closed the connection.")

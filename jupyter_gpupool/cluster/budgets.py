@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A node's side of the ledger: what its broker may grant of each shared quota. Pure.
+"""How much of each shared quota the broker of one node may grant. Pure.
 
-The broker reports what its sessions use and wait for. As long as their use stays within the
-ceilings, a lease needs no message to the ledger. Each answer of the ledger contains new ceilings.
+The broker reports to the ledger what its sessions use and wait for. Each answer of the ledger
+contains new ceilings. While the sessions use no more than the ceilings, the broker grants leases
+without a message to the ledger.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Literal, Mapping, Sequence
 from .messages import GUARANTEE, REFILL, Epoch, Holding, Key, Loan, Report, Spent
 
 #: What a node does when the ledger is silent for longer than the time-out. ``closed``: the node's
-#: sessions keep what they have, and get no more. ``min_share``: each user and group may have a
-#: fixed share on each node. With ``min_share``, all nodes together may exceed a quota by the share
-#: times the number of nodes.
+#: sessions keep what they have, and get no more. ``min_share``: each user and group may use a fixed
+#: share on each node. So all nodes together may exceed a quota, at most by the share times the
+#: number of nodes.
 OnLoss = Literal["closed", "min_share"]
 
 #: Maximum number of waiting sessions in one report. When these sessions have got their slices,
@@ -26,7 +27,7 @@ MOST_WAITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """How much of a key the sessions of a node use, and how much they will use again."""
+    """How much of a key a node's sessions use now, and how much the node would keep for them."""
 
     used: int = 0
     keep: int = 0
@@ -40,10 +41,11 @@ class Budgets:
     """
 
     node: str
-    #: Greater than in every earlier start of the broker.
+    #: The number of this life of the node. It grows with each start of the broker, and each time
+    #: the node comes back after it has drained or was fenced.
     life: int
     on_loss: OnLoss = "closed"
-    #: By resource: what a user or group may have here under ``min_share``.
+    #: By resource: how much each user or group may use on this node under ``min_share``.
     share: Mapping[str, int] = field(default_factory=dict)
     #: Whether the node drains: it grants nothing more and asks for nothing more. When no session
     #: has a slice, the ledger no longer counts the node.
@@ -51,7 +53,7 @@ class Budgets:
     #: Whether no session of this node has a slice. Sessions of users without a limit count, too.
     is_empty: bool = True
     epoch: Epoch = field(default_factory=Epoch)
-    #: The name of the journal from which the broker knows what its sessions have used.
+    #: The name of the journal in which the broker records what its sessions use.
     journal: str = ""
     ceilings: dict[Key, int] = field(default_factory=dict)
     uses: dict[Key, Demand] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class Budgets:
     wanted: frozenset[Key] = frozenset()
     #: Keys of GPU-seconds that all nodes together have used up.
     used_up: frozenset[Key] = frozenset()
-    #: Whether the ledger counts nothing of this node any more.
+    #: Whether the node has drained and left, so that the ledger counts nothing for it any more.
     has_left: bool = False
     #: The time until which the node may grant from its ceilings.
     until: float = 0.0
@@ -78,9 +80,9 @@ class Budgets:
     #: report or a later one, each report contains ``spent``.
     _first: int = 1
     _told: bool = False
-    #: The number of the last report that the node sent before it began to drain. The node ignores
-    #: an order in an answer to this report or to an earlier one: when the ledger sent the order, it
-    #: did not know that the node drains.
+    #: The number of the last report that the node sent before it began to drain. When the ledger
+    #: answered this report or an earlier report, it did not know that the node drains. So the node
+    #: ignores an order in these answers.
     _changed: int = -1
     #: Whether a report of this life has said that the node has no session and leaves.
     _leaves: bool = False
@@ -94,14 +96,14 @@ class Budgets:
         return now < self.until
 
     def age(self, now: float) -> float | None:
-        """Return the age of the last report that has got an answer; None without an answer."""
+        """Return the age in seconds of the last report that was answered; None if none was."""
         return None if self.heard is None else now - self.heard
 
     def most(self, key: Key, now: float) -> int:
         """Return how much of ``key`` the sessions of this node may use in total.
 
-        Sessions that already use more keep it, but the node grants nothing to another session.
-        While the ledger is silent, the ceilings of GPU-seconds and guarantees stay in force: see
+        If the sessions already use more in total, they keep all of it, but the node grants no more.
+        While the ledger is silent, some ceilings stay in force, such as those of GPU-seconds: see
         :attr:`Key.lasts`.
         """
         # A node that drains claims no guarantee: the ledger may already have given the guarantee to
@@ -140,7 +142,7 @@ class Budgets:
         ):
             self.due = True  # a session needs more
         if self.waits and not new:
-            self.due = True  # nodes behind this node in the queues may get their turn
+            self.due = True  # nodes that wait behind this node may now get their turn
         for key, use in uses.items():
             if use.keep > max(self.ceilings.get(key, 0), self.uses.get(key, Demand()).keep):
                 self.due = True
@@ -155,7 +157,7 @@ class Budgets:
         self.due = True
 
     def drain(self, drains: bool) -> None:
-        """Let the node drain and leave when no session has a slice; False: let it come back."""
+        """Begin to drain, and leave when no session has a slice; if not ``drains``, come back."""
         if drains == self.drains:
             return
         self.drains, self.due = drains, True
@@ -179,7 +181,8 @@ class Budgets:
         if loan.life != self.life or loan.epoch < self.epoch:
             return
         if loan.epoch > self.epoch:
-            # From now on the node ignores earlier ledgers. It keeps what it has, and reports it.
+            # A new ledger has taken over. From now on the node ignores earlier ledgers. The node
+            # keeps its ceilings, and reports them to the new ledger.
             self.epoch, self._applied, self._version = loan.epoch, 0, -1
             self._told, self.due = False, True
             self._first = self._number + 1
@@ -203,12 +206,13 @@ class Budgets:
         self.has_left = self.drains and loan.gone
         self.wanted, self.used_up = loan.wanted, loan.used_up
         if loan.spent is not None and self._told:
-            # The ledger has read this node's copy of ``spent``, so the ledger's copy replaces it.
+            # The ledger has already added this node's ``spent`` to its own. So the node's ``spent``
+            # is replaced with the ledger's.
             self._spent, self._version = loan.spent, loan.version
         for key, amount in loan.ceilings.items():
             had = self.ceilings.get(key, 0)
-            # Sessions may have got slices since the report. So the ceiling does not become smaller
-            # than what the sessions use now.
+            # Sessions may have got slices after the node sent its report. So do not lower the
+            # ceiling below what the sessions use now.
             new = max(amount, min(had, self.uses.get(key, Demand()).used))
             if new < had:
                 self.due = True
@@ -225,8 +229,8 @@ class Budgets:
             del self._sent[min(self._sent)]
         self.due = False
         if self.drains and self.is_empty:
-            # Use no more GPU-seconds from now on: the ledger will lend the unused GPU-seconds of
-            # this node to other nodes.
+            # The ledger will lend this node's unused GPU-seconds to other nodes. So lower the
+            # ceilings to what this node has used.
             self._leaves = True
             for key in [key for key in self.ceilings if key.is_seconds]:
                 self.ceilings[key] = min(self.ceilings[key], self._used(key))
@@ -243,7 +247,7 @@ class Budgets:
 
     def _holding(self, key: Key) -> Holding:
         use = self.uses.get(key, Demand())
-        # A draining node keeps only its part of the refill, because the GPU-seconds that it has
-        # used still come back.
+        # A draining node gives up everything but its part of the refill. It still needs the refill,
+        # which brings back the GPU-seconds that the node has used.
         keep = 0 if self.drains and key.resource != REFILL else use.keep
         return Holding(self.ceilings.get(key, 0), use.used, keep)

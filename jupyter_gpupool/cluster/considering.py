@@ -3,8 +3,8 @@
 """Sentences for the user of a waiting kernel: what other machines have. Pure.
 
 A kernel stays on the machine where it has started, so free GPUs of other machines help only the
-user's next kernel. But if a kernel waits because of a limit, other machines may have borrowed the
-part of the limit that it waits for.
+user's next kernel. But the kernel may wait because of a limit that all machines share. Then the
+user needs to know how much of this limit the other machines have borrowed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .placing import PlacementRequest, lacks_model, lies_on
 #: The most folders that one sentence names; a kernel may work with up to 16 folders.
 MOST_FOLDERS = 3
 
-#: The states in which a machine takes no new kernel, each with the answer for the user and the
-#: reason.
+#: By state, for the states in which a machine takes no new kernel: the answer for the user, with
+#: the reason.
 _CLOSED = {
     "draining": "no, it is draining and gives no new slices",
     "left": "no, it has left the cluster",
@@ -50,7 +50,7 @@ def uses(node: Mapping[str, Any]) -> list[str]:
 
 
 def models(gpus: Iterable[Sequence[Any]]) -> str:
-    """Return the models of a machine's GPUs, with the count of each if there are several models."""
+    """Return the GPUs' model as text; for several models, each with its number of GPUs."""
     counts = Counter(str(name) for name, _ in gpus)
     if len(counts) == 1:
         return next(iter(counts))
@@ -58,7 +58,7 @@ def models(gpus: Iterable[Sequence[Any]]) -> str:
 
 
 def elsewhere(view: Mapping[str, Any] | None, here: str, owner: str, group: str) -> list[str]:
-    """Return sentences about what other machines have of the limits of a user and a group."""
+    """Return sentences: how much of the limits of a user and a group each other machine may use."""
     if view is None:
         return ["What other machines have is unknown: the cluster's ledger does not answer now."]
     names = {("user", owner), ("group", group)}
@@ -74,9 +74,9 @@ def elsewhere(view: Mapping[str, Any] | None, here: str, owner: str, group: str)
 def considered(
     view: Mapping[str, Any] | None, here: str, wanted: PlacementRequest
 ) -> dict[str, str]:
-    """Return for each machine other than ``here`` whether it has room for a kernel like this one.
+    """Return a text for each machine other than ``here``: whether it has room for ``wanted``.
 
-    If it has no room, the text says what the machine lacks.
+    If a machine has no room, its text says what it lacks.
     """
     nodes = [] if view is None else view["nodes"]
     return {

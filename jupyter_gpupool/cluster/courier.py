@@ -25,8 +25,8 @@ from .mail import Mail, PassOn, letter_in
 INTERVAL = 2.0
 #: Seconds until the next attempt if a broker or a ledger does not answer.
 AGAIN = 0.5
-#: Seconds that the agent waits for a broker's answer, in addition to the waiting time that the
-#: request itself allows.
+#: Time-out in seconds for a broker's answer. If a request lets the broker wait, the time-out is
+#: longer by this waiting time.
 PATIENCE = 10.0
 
 _LOG = logging.getLogger(__name__)
@@ -40,9 +40,10 @@ async def carry(
     *,
     interval: float = INTERVAL,
 ) -> None:
-    """Carry reports of a broker to ``send`` and ``answers`` to the broker, until cancelled.
+    """Carry a broker's reports to the ledger and ``answers`` to the broker, until cancelled.
 
-    ``relay`` passes letters on. ``send`` and ``relay`` may raise ``OSError`` if no ledger answers.
+    ``send`` sends a report to the ledger. ``relay`` lets the ledger pass a letter on to another
+    agent. Both may raise ``OSError`` if no ledger answers.
     """
     while True:
         try:
@@ -96,7 +97,10 @@ async def _together(*works: Awaitable[None]) -> None:
 
 
 class SocketLedger:
-    """A ledger behind a unix socket, for several "machines" that are processes on one host."""
+    """An agent's connection to a ledger behind a unix socket.
+
+    It is for several "machines" that are processes on one host.
+    """
 
     def __init__(self, path: Path) -> None:
         self.answers: asyncio.Queue[str] = asyncio.Queue()

@@ -21,8 +21,9 @@ from .messages import loan_to_json, report_from_json
 
 _LOG = logging.getLogger(__name__)
 
-#: ``TTL``: after this many seconds without an answer, a machine grants nothing more of shared
-#: limits. ``MARGIN``: this many seconds later, the ceilings of a fenced machine are free.
+#: ``TTL``: a machine without an answer of the ledger for this many seconds grants nothing more of
+#: shared limits. ``MARGIN``: the ledger waits this many seconds longer before it lends the ceilings
+#: of a fenced machine to other machines.
 TTL, MARGIN = 8.0, 2.0
 
 
@@ -32,7 +33,8 @@ _BORROWED = (
     "ledger may have lent it parts of the limits since then. If the machine is dead, fence it again"
 )
 
-#: The most characters of a view for a node: the node's broker rejects a longer message.
+#: The most characters of the view that the ledger sends to a node. The node's broker would reject a
+#: longer message.
 MOST_TEXT = 120_000
 
 
@@ -106,8 +108,8 @@ class Desk:
     def pass_on(self, node: str, text: str) -> None:
         """Send a letter to the agent of a node.
 
-        If the node is silent, the sender of an order gets a refusal at once. Otherwise the sender's
-        broker would wait for a minute.
+        If the letter is an order and the node is silent, send a refusal to the order's sender
+        instead. Without the refusal, the sender's broker would wait for a minute.
         """
         known = self._ledger.nodes.get(node)
         age = 0.0 if known is None else time.monotonic() - known.seen
@@ -146,7 +148,7 @@ class Desk:
         self._do(ev.MembersChanged(now=now, names=frozenset(members)))
 
     def view(self) -> dict[str, Any]:
-        """Return the members, and how much of each limit counts for each member, for people."""
+        """Return a view for people: the members, and how much of each limit each of them has."""
         self._do(ev.Tick(now=time.monotonic()))
         return {
             "epoch": list(self._ledger.epoch),

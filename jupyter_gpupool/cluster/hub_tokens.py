@@ -3,9 +3,9 @@
 """Credentials by a JupyterHub token: the Hub says whose token it is.
 
 A Hub can revoke a token, so an answer of the Hub is valid for :data:`FRESH` seconds only. The
-credential contains the token itself, so the agents that carry the credential could use the token.
-Choose this method only if all users of the agents' machines may act for each other anyway, or if
-MUNGE cannot tell users apart.
+credential contains the token itself, so an agent that carries the credential could use the token to
+act for its user. So choose this method only if all users of the agents' machines may act for each
+other anyway, or if MUNGE cannot tell users apart.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MOST_BYTES = 1 << 20
 TOKEN_VARIABLE = "JUPYTERHUB_API_TOKEN"
 
 
-#: A scope that the Hub always gives to the token of a user's own server. A user's browser may pass
-#: a token that names the user to a service or to another user's server. Such a token lacks this
-#: scope, so it is refused.
+#: The Hub always gives this scope to the token of a user's own server. The Hub also makes tokens
+#: that a user's browser passes to a service, or to another user's server. These tokens name the
+#: user, too, but lack this scope. So this module refuses them.
 _OWN = "users:activity"
 
 
@@ -65,7 +65,7 @@ class HubTokens:
         self._opener = build_opener(ProxyHandler({}), _NoRedirect())
         #: By the hash of a token: the user, and the time of the Hub's answer.
         self._known: dict[str, tuple[str, float]] = {}
-        #: Credentials that were used, and when they expire.
+        #: By the hash of a used credential: the time until which it must be remembered.
         self._used: dict[str, float] = {}
         #: Several threads check credentials.
         self._lock = Lock()
@@ -82,7 +82,7 @@ class HubTokens:
         return json.dumps(values, separators=(",", ":"))
 
     def check(self, credential: str) -> CheckedCredential:
-        """Return the token's user and the text of a credential; refuse it if it was used before."""
+        """Return the text of a credential and the user of its token. Refuse a second use."""
         try:
             values = json.loads(credential)
             token, text, made = str(values["token"]), str(values["text"]), float(values["made"])
@@ -100,7 +100,7 @@ class HubTokens:
         return CheckedCredential(uid, text)
 
     def forget(self) -> None:
-        """Ask the Hub again for every token: some may be revoked."""
+        """Forget all answers of the Hub, because it may have revoked some of the tokens."""
         self._known.clear()
 
     def _note_use(self, mark: str) -> None:
@@ -110,7 +110,8 @@ class HubTokens:
                 raise bad("it was used before")
             if len(self._used) >= MOST:
                 self._used = {key: until for key, until in self._used.items() if until > now}
-            # A credential is valid from LIFETIME before its date until LIFETIME after its date.
+            # A credential is valid from LIFETIME before its date until LIFETIME after its date. So
+            # remember a used credential for two times LIFETIME.
             self._used[mark] = now + 2 * LIFETIME
 
     def _owner(self, token: str) -> str:

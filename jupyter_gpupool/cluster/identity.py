@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Credentials: a credential carries an order to another machine's broker, and proves its user.
+"""Credentials: a credential carries an order to another machine's broker, and proves who made it.
 
 The agents of the cluster carry credentials. With ``munge`` an agent cannot read a credential,
 cannot change it, and cannot use it on another machine. ``hub_tokens`` does not protect against the
@@ -43,7 +43,8 @@ class Authenticator(Protocol):
         Raises
         ------
         RefusedError
-            With code ``bad-credential``, or ``no-authenticator`` if it cannot be checked now.
+            With code ``bad-credential`` if the credential is not valid. With code
+            ``no-authenticator`` if this machine cannot check credentials now.
         """
 
 
@@ -62,11 +63,11 @@ def cannot(why: str, next_step: str = "") -> RefusedError:
 
 
 def order_text(node: str, order: Mapping[str, Any]) -> str:
-    """Return an order as text, for the broker of one machine only.
+    """Return an order as text that only the broker of the machine ``node`` accepts.
 
-    A machine remembers the credentials that it has seen, so it accepts each one only once. It does
-    not know which credentials another machine has seen. So the text names the machine that may
-    accept it.
+    A machine remembers the credentials that it has seen, so it accepts a credential only once. But
+    it does not know which credentials other machines have seen. So the text names the one machine
+    that may accept the credential.
     """
     return json.dumps({**order, "node": node}, separators=(",", ":"))
 

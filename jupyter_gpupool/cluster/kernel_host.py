@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """A program that runs as a kernel's user, on the kernel's machine, and executes one order.
 
-The program becomes the kernel, removes the kernel's files, returns the end of the kernel's log, or
-sends this machine's broker a request about the kernel. The broker, which runs as root, starts this
-program and never opens a file of a user itself. The program reads the order from standard input and
-writes the answer to standard output: each is one line of JSON.
+An order tells the program to become the kernel, to remove the kernel's files, to return the last
+part of the kernel's log, or to send this machine's broker a request about the kernel. The broker
+runs as root. It starts this program, so that it never opens a file of a user itself. The program
+reads the order from standard input as one line of JSON, and writes the answer to standard output in
+the same form.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def missing(machine: str, what: str, next_step: str) -> RefusedError:
-    """Return the refusal for a machine that lacks something; the refusal names the machine."""
+    """Return a refusal that names ``machine`` and what it lacks."""
     return RefusedError(f"On {machine}, {what}.", code=Code.NOT_THERE, next_step=next_step)
 
 
@@ -97,7 +98,8 @@ class KernelFiles:
 def kernelspec(order: Mapping[str, Any], machine: str) -> dict[str, Any]:
     """Return the order's kernelspec.
 
-    Refuse the order if this machine lacks the kernelspec, or if its kernel cannot encrypt.
+    Refuse the order if this machine lacks the kernelspec, or if the kernelspec does not say that
+    the kernel can encrypt messages.
     """
     name = str(order["kernel"])
     spec = dict(read_kernelspec(name)) if _NAME.fullmatch(name) else {}
@@ -153,11 +155,11 @@ def enter(folder: str, machine: str) -> None:
 
 
 def hold_ports(address: str, before: Mapping[str, int]) -> dict[str, int]:
-    """Return a free port for each channel: the port in ``before`` if the kernel had one.
+    """Return a port for each channel, and reserve it: the port in ``before``, or else a free port.
 
-    The kernel binds the ports only after about a second. This process keeps the ports open and the
-    kernel inherits them, so Linux gives none of them to another program in that second. The kernel
-    itself can bind them, because ZeroMQ sets ``SO_REUSEADDR``, as this function does.
+    The kernel binds the ports about a second later. Until then Linux must give no port to another
+    program. So this function binds a socket to each port, and the kernel inherits these sockets.
+    The kernel can still bind the ports, because ZeroMQ and this function set ``SO_REUSEADDR``.
     """
     holders = {}
     with ExitStack() as opened:
@@ -225,7 +227,7 @@ def perform(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Execute an order that does not start a kernel; return the answer."""
     order = message["order"]
     if order["do"] == "tell":
-        # The broker sees this process's user id, and checks that the session belongs to this user.
+        # The broker accepts the request only if the session belongs to the user of this process.
         with Client(Path(message["socket"])) as client:
             answer = client.call(order["request"], session=order["session"], **order["fields"])
         return {"answer": {k: v for k, v in answer.items() if k not in ("v", "type", "id")}}
@@ -237,8 +239,8 @@ def perform(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _become(command: list[str], env: dict[str, str], log: int) -> NoReturn:
-    # This process has inherited the signals that the broker ignores or blocks. Reset them: nobody
-    # could interrupt a kernel that ignores SIGINT.
+    # This process ignores and blocks the same signals as the broker, which started it. Reset these
+    # signals: nobody could interrupt a kernel that ignores SIGINT.
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -250,9 +252,10 @@ def _become(command: list[str], env: dict[str, str], log: int) -> NoReturn:
 
 
 def give_up_protection(path: Path = Path("/proc/self/oom_score_adj")) -> None:
-    """Let Linux kill this process before the broker if memory runs out.
+    """Make Linux kill this process before the broker if memory runs out.
 
-    The broker's service protects the broker, and this process has inherited the protection.
+    The broker's service protects the broker from the OOM killer. This process has inherited the
+    protection, so it gives the protection up.
     """
     with suppress(OSError, ValueError):
         if int(path.read_text()) < 0:

@@ -3,20 +3,21 @@
 """The ledger lends parts of the quotas of a cluster to its nodes. Events in, actions out.
 
 Why no quota is ever exceeded
------------------------------ A node uses no more of a key than its ceiling. So no quota is exceeded
-if the ceilings of all nodes together never exceed the limit. The ledger cannot know a node's
-ceiling exactly, because messages take time. So the ledger counts the largest value that the ceiling
-can have. This value is the maximum of three numbers: the ceiling in the last report, the amount in
-use in that report, and the largest ceiling that the ledger has offered and the node has not
-confirmed. A node applies answers only in the order of their serial numbers. So when a node confirms
-an offer, all earlier offers are void. A smaller ceiling counts as soon as the node reports it.
+-----------------------------
+A node uses no more of a key than its ceiling. So no quota is exceeded if the ceilings of all nodes
+together never exceed the limit. The ledger cannot know a node's ceiling exactly, because messages
+take time. So the ledger counts the largest value that the ceiling can have. This value is the
+maximum of three numbers: the ceiling in the last report, the amount in use in that report, and the
+largest ceiling that the ledger has offered and the node has not confirmed. A node applies answers
+only in the order of their serial numbers. So when a node confirms an offer, all earlier offers are
+void. A smaller ceiling counts as soon as the node reports it.
 
 What a ledger forgets
 ---------------------
 A ledger forgets everything when it ends, because it writes nothing to a disk. A new ledger learns
 from the reports of the nodes. It lends nothing before every member has reported: otherwise it would
-lend again what an unreachable node has. The list of members comes from the admin or from the
-engine. Each life of a ledger has a fencing token. A node that has reported to a ledger ignores
+lend again what an unreachable node has. The list of members comes from the admin's configuration.
+Each life of a ledger has a fencing token. A node that has reported to a ledger ignores
 every ledger with a smaller token. So when the new ledger begins to lend, no node obeys an earlier
 ledger. (This is the first phase of Paxos: L. Lamport, "Paxos Made Simple", 2001.)
 
@@ -24,10 +25,10 @@ A node that is silent
 ---------------------
 The kernels of a silent node probably still run: Ray declares a machine dead after only a few
 seconds without a heartbeat. So the node's ceilings count until it reports again, leaves, or is
-fenced. An admin fences a node by an order, which says that no kernel runs on the node any more, or
-by removing the node from the list. The ceilings of a fenced node count until the node has certainly
-stopped granting: ``ttl`` seconds after the last answer that it can have seen. The ledger waits
-``margin`` seconds more, because the node's clock may be slow.
+fenced. An admin fences a node in one of two ways: with an order that says that no kernel runs on
+the node any more, or by removing the node from the list of members. The ceilings of a fenced node
+count until the node has certainly stopped granting: ``ttl`` seconds after the last answer that it
+can have seen. The ledger waits ``margin`` seconds more, because the node's clock may be slow.
 
 A node that leaves
 ------------------
@@ -40,8 +41,8 @@ Which node gets a free amount
 A session gets all its keys or none. If sessions of several nodes wait, the ledger serves the node
 that began to wait first; this order is the same for all keys. The ledger reserves what a node needs
 before it serves the nodes behind it, so every node gets its turn. If no session waits for an
-amount, the nodes divide it in proportion to what their sessions would use. If a node waits, the
-nodes with the largest unused amounts give up what the waiting node lacks.
+amount, the ledger divides it among the nodes in proportion to what their sessions would use. If a
+node waits, the nodes with the largest unused amounts give up what the waiting node lacks.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Ledger:
         self._members = frozenset(self.nodes)
         #: Nodes that are fenced, and whose ceilings are not yet free.
         self._fenced: dict[str, Node] = {}
-        #: Notices of fences that the present event has removed.
+        #: A :class:`FenceDropped` for each fence that the ledger has removed during this event.
         self._dropped: list[Action] = []
         self.stopped = False
         self.ttl, self.margin = ttl, margin
@@ -165,10 +166,9 @@ class Ledger:
     def serving(self) -> bool:
         """Whether the ledger lends.
 
-        It lends as soon as every member has reported or is gone, and at least one has reported.
-
-        When the ledger lends, it does not wait for a new member: a new member has borrowed nothing
-        from an earlier ledger.
+        It begins to lend when every member has reported or is gone, and at least one has reported.
+        After that it does not wait for the report of a new member: a new member has borrowed
+        nothing from an earlier ledger.
         """
         if not self._serving:
             nodes = self.nodes.values()
@@ -191,7 +191,7 @@ class Ledger:
         return limit
 
     def counted(self, key: Key) -> int:
-        """Return how much of a key the nodes may use at most, plus what gone nodes have used up."""
+        """Return how much of a key is not free: nodes may use it, or gone nodes have used it."""
         return self._counts.totals.get(key, 0)
 
     def views(self) -> list[NodeView]:
@@ -231,8 +231,8 @@ class Ledger:
         node.seen = self._now
         if node.free_at < math.inf and not report.leaves:
             self._drop_fence(node, reported=True)
-        # Count the report only if the node obeys this ledger: an earlier ledger could still change
-        # what the node has.
+        # A report counts only if the node obeys this ledger. While it obeys an earlier ledger, that
+        # ledger can still change its ceilings.
         if report.epoch == self.epoch and report.spent is not None and not node.heard:
             node.heard = True
             if not self._serving:
@@ -245,14 +245,15 @@ class Ledger:
             return [*self._forget(node, drained=True), Send(self._answer(node))]
         if not self.serving:
             return [Send(self._answer(node))]
-        # The order of these two steps does not matter: :meth:`_lend` reserves amounts for the nodes
-        # that have waited for longer than this node.
+        # :meth:`_lend` may run before :meth:`_push_all`, because it takes nothing that is reserved
+        # for nodes that have waited longer than this node.
         return [*self._lend(node), *self._push_all(freed, but=node.name)]
 
     def _begin(self, number: int) -> None:
-        """Begin again with a greater token: another ledger may have changed the nodes' ceilings.
+        """Begin again with a greater token, because a node has obeyed another ledger.
 
-        A fenced member may have come back and obeyed the other ledger, so wait for it, too.
+        The other ledger may have changed the ceilings of all nodes, so wait for new reports. A
+        fenced member may have come back and borrowed from that ledger, so wait for it, too.
         """
         self.epoch = Epoch(number, self.epoch.ledger)
         for node in self.nodes.values():
@@ -263,10 +264,10 @@ class Ledger:
             node.version = -1
 
     def _wait_for_fenced(self) -> None:
-        """Wait for the members that were fenced before they reported to this ledger.
+        """Remove the fence of each member that has not reported to this ledger, and wait for it.
 
-        While the nodes obeyed another ledger, such a member may have come back and borrowed from
-        that ledger. If the member is dead, the admin must fence it again.
+        The member may have come back while the nodes obeyed another ledger, and may have borrowed
+        from that ledger. If the member is dead, the admin must fence it again.
         """
         for node in self.nodes.values():
             if not node.heard and node.name in self._members:
@@ -275,9 +276,10 @@ class Ledger:
                 node.gone = False
 
     def _new_life(self, node: Node, life: int) -> None:
-        """Begin a node's new life, and drop the offers to its earlier life, which are void now.
+        """Begin a node's new life, and drop the offers that the ledger made to its earlier life.
 
-        The ledger counts the same amounts for the node until it counts the node's next report.
+        The ledger goes on counting what it counted for the earlier life, until it counts the next
+        report.
         """
         node.life, node.number, node.serial, node.version = life, 0, 0, -1
         node.order_serial = 0
@@ -285,12 +287,13 @@ class Ledger:
         node.offers.clear()
 
     def _recognise(self, node: Node, report: Report) -> list[Key]:
-        """Stop counting the node's earlier use, and return the keys of this use.
+        """Stop counting the node as gone; return the keys for which it counted as gone.
 
-        The node's own report now contains this use.
+        The node's own report contains again what it has used according to its journal.
         """
         if node.journal not in ("", report.journal):
-            # The node has lost its journal, so its reports will never contain its earlier use.
+            # The node has lost its earlier journal, so its reports no longer contain what it used
+            # before. Count this as the use of a gone node.
             self._gone.left(node.name, node.journal, node.counted, self._now)
         node.journal, node.is_new = report.journal, False
         return self._gone.drop(node.name, report.journal)
@@ -358,7 +361,10 @@ class Ledger:
         return actions
 
     def _push(self, node: Node, *, less: Iterable[Key] = ()) -> list[Action]:
-        """Offer a node more for its sessions, or less of some keys, without a new report."""
+        """Offer a node more for its waiting sessions, or less of the keys ``less``.
+
+        The ledger does not wait for a report of the node before it makes this offer.
+        """
         ceilings: dict[Key, int] = {}
         for key, new in self._ceilings(node, less).items():
             last = node.last_offer(key)
@@ -372,8 +378,8 @@ class Ledger:
     def _ceilings(self, node: Node, keys: Iterable[Key]) -> dict[Key, int]:
         """Return the ceilings that a node should have; record whether the node waits.
 
-        The result contains each of ``keys`` that has a limit. It also contains the keys that the
-        node's sessions wait for and can have.
+        The result contains each of ``keys`` that has a limit. It also contains the keys of each
+        waiting session that can get everything that it needs.
         """
         extra: dict[Key, int] = {}
         unserved: Mapping[Key, int] = {}
@@ -393,7 +399,8 @@ class Ledger:
                 need <= (self.limit_of(key) or 0) for key, need in limited.items()
             ):
                 unserved = limited
-        # This does not change how much is reserved for nodes that have waited for longer.
+        # This call does not change what is reserved for nodes that have waited longer than this
+        # one.
         self._queues.put(node.name, unserved)
         found: dict[Key, int] = {}
         for key in dict.fromkeys((*keys, *extra)) if extra else keys:
@@ -403,17 +410,17 @@ class Ledger:
             held = node.holdings.get(key, NOTHING)
             found[key] = held.used + extra.get(key, 0) if extra else held.used
             if held.keep > found[key]:
-                # Divide the limit in proportion to what all nodes would keep, and round up. A part
-                # of a guarantee that is too small for a request is useless, so the first node that
-                # asks gets all that it asks for.
+                # Divide the limit in proportion to what all nodes would keep, and round up. Do not
+                # divide a guarantee: a part that is too small for a request is useless. So the
+                # first node that asks for a guarantee gets all that it asks for.
                 keep, keeps = held.keep, self._counts.keeps[key]
                 whole = keeps <= limit or key.resource == GUARANTEE
                 part = keep if whole else -(-limit * keep // keeps)
                 found[key] = max(found[key], min(part, self._unused(node, key)))
             if key.is_seconds:
-                # A session still uses GPU-seconds while it is being suspended. So the use can
-                # exceed the limit. Limit the ceiling to what is free, so that the next session does
-                # not exceed the limit, too.
+                # Sessions use GPU-seconds until they are suspended, so the use can exceed the limit
+                # a little. Lower the ceiling to what is free, so that the next session does not
+                # exceed the limit further.
                 found[key] = min(found[key], max(0, self._free(node, key)))
         return found
 
@@ -454,8 +461,8 @@ class Ledger:
     def _push_all(self, keys: Iterable[Key], but: str = "") -> list[Action]:
         """Offer the free amounts of ``keys`` to the nodes that wait for them.
 
-        A queue may be long. Only its first nodes get an offer: as many nodes as the free amount is
-        enough for.
+        A queue may be long, so only the nodes at its front get an offer: those that can get a part
+        of the free amount.
         """
         reached = dict.fromkeys(
             name
@@ -467,7 +474,7 @@ class Ledger:
         ]
 
     def _keep_unused(self, key: Key, need: int) -> list[str]:
-        """Return the nodes with the largest unused amounts of a key: enough nodes for ``need``."""
+        """Return nodes that together can give up ``need`` of a key, largest unused amount first."""
         found = []
         for name in self._counts.holders(key):
             node = self.nodes[name]
@@ -482,7 +489,7 @@ class Ledger:
         return names
 
     def _offer(self, node: Node, ceilings: dict[Key, int]) -> None:
-        """Count an offer from now on; the next answer to the node contains it."""
+        """Count the ceilings that the next answer will offer to the node."""
         if not ceilings:
             return
         node.note_offer(ceilings)
@@ -543,7 +550,10 @@ class Ledger:
         self._fenced.pop(node.name, None)
 
     def _forget(self, node: Node, *, drained: bool) -> list[Action]:
-        """Stop counting a node's ceilings; go on counting the GPU-seconds that it has used up."""
+        """Stop counting a node's ceilings, but not the GPU-seconds that it has used.
+
+        Return the offers of the amounts that are free now.
+        """
         freed = []
         for key, amount in node.counted.items():
             self._counts.totals.add(key, -amount)
@@ -556,7 +566,8 @@ class Ledger:
             if key.is_seconds:
                 self._counts.used.add(key, -held.used)
         used = {
-            # A node that has drained uses no more than it has reported, until it begins a new life.
+            # A node that has drained has used exactly what it reported. A fenced node may have used
+            # all that the ledger counts for it.
             key: node.used(key) if drained and key.is_seconds else amount
             for key, amount in node.counted.items()
         }

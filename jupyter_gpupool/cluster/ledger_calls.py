@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Calls of commands to a cluster's ledger, each with a time-out.
+"""Lets a command call a cluster's ledger, with a time-out for each call.
 
-Ray's calls block: without a head, one of them takes two minutes to fail, and no argument shortens
-that. So a child process makes the calls. If the child does not answer, this module kills it.
+A call of Ray blocks: if no head runs, the call fails only after two minutes, and no argument of Ray
+makes this time shorter. So a child process makes the calls. If the child does not answer in time,
+this module kills it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class LedgerCalls:
             child.communicate()
 
     def call(self, asked: str, method: str, *arguments: Any) -> Any:
-        """Return the answer of a method of the ledger; ``asked`` names the question for people.
+        """Call a method of the ledger; return its answer. ``asked`` describes the call in errors.
 
         Raises
         ------
@@ -80,7 +81,10 @@ class LedgerCalls:
         return found["answer"]
 
     def _probe(self, asked: str) -> None:
-        """Connect to the head's port, to find out at once if the machine is gone."""
+        """Raise an error if nothing accepts a connection at the head's port.
+
+        This finds out in at most :data:`PROBE` seconds whether the head is gone.
+        """
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal():
             raise RefusedError(
@@ -105,7 +109,8 @@ class LedgerCalls:
             return ""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            # Each request has one line as answer, so no earlier answer is left in the buffer.
+            # ``select`` does not see lines that Python has already read into its buffer. But the
+            # child answers each request with one line, so the buffer is empty.
             if select.select([child.stdout], [], [], left)[0]:
                 return child.stdout.readline()
         return None
@@ -121,11 +126,12 @@ class LedgerCalls:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer the requests on standard input, one per line, until it ends."""
+    """Answer requests until standard input ends; each line is one request."""
     (address,) = sys.argv[1:] if argv is None else argv
     # Ctrl-C reaches the command, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Ray prints to standard output. The command reads from there, so only answers may go there.
+    # The command reads the answers from standard output, and Ray prints there, too. So send Ray's
+    # text to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from .ray_ledger import ask
@@ -134,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         method, *arguments = json.loads(line)
         try:
             found = {"answer": ask(address, method, *arguments)}
-        except Exception as error:  # the command's message must report any failure of Ray
+        except Exception as error:  # the command reports any failure of Ray to its user
             text = str(error).strip().splitlines() or [type(error).__name__]
             found = {"error": text[0][:300]}
         print(json.dumps(found), file=answers, flush=True)

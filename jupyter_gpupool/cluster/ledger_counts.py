@@ -25,10 +25,10 @@ class Counts:
     """The amounts of each key that the ledger counts, and the nodes for which it counts them."""
 
     def __init__(self) -> None:
-        #: By key: the sum of the amounts that count for the nodes, plus the amount that gone nodes
-        #: have used.
+        #: By key: the sum of what counts for all nodes, plus what gone nodes have used.
         self.totals = Sums()
-        #: By key: the sum of :attr:`.messages.Holding.keep` over all nodes.
+        #: By key: the sum of :attr:`.messages.Holding.keep` over all nodes, plus what the ledger
+        #: wants of a refill for gone nodes (:attr:`.ledger_gone.Leak.wish`).
         self.keeps = Sums()
         #: For keys of GPU-seconds: how much the sessions of all nodes have used up.
         self.used = Sums()

@@ -18,7 +18,7 @@ Limits = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Base of all events; ``now`` is the time in seconds, by any steady clock."""
+    """Base of all events; ``now`` is the time of a monotonic clock in seconds."""
 
     now: float
 
@@ -32,9 +32,10 @@ class Reported(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembersChanged(Event):
-    """There is a new list of nodes: all nodes that may have ceilings, even dead and silent nodes.
+    """The list of members has changed.
 
-    A node that is no longer in the list counts as fenced.
+    The list must contain all nodes that may have ceilings, even dead and silent nodes. The ledger
+    fences a node that is no longer in the list.
     """
 
     names: frozenset[str]
@@ -53,10 +54,10 @@ class Fenced(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainAsked(Event):
-    """An admin wants a node to drain and to leave; with ``drains`` False, to come back.
+    """An admin orders a node to drain and leave, or (if not ``drains``) to come back.
 
     A ledger that starts later does not know this order. But a node that has begun to drain
-    continues to drain.
+    continues to drain without the order.
     """
 
     node: str
@@ -104,8 +105,8 @@ class FenceDropped:
     """The ledger counts the ceilings of a fenced node again."""
 
     node: str
-    #: True if the node has reported. False if the nodes obeyed another ledger, from which the
-    #: fenced node may have borrowed before this ledger took over.
+    #: Why: True if the fenced node has reported. False if the fenced node may have borrowed from
+    #: another ledger before this ledger took over.
     reported: bool
 
 

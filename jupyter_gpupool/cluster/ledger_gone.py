@@ -3,10 +3,10 @@
 """GPU-seconds used by nodes that have left, were fenced, or have lost their journal. Pure.
 
 If the budget has a window, these GPU-seconds count until the window ends. If the budget refills,
-they count until the refill on that node would have given them back.
+they count until the refill has brought them back.
 
 Each amount belongs to a node and its journal. In one journal, the amount that a node has used in a
-window only grows. So if several nodes report different values of one amount, the largest is right.
+window only grows. So if several nodes have different copies of one amount, the largest is right.
 No amount counts twice: when the node itself reports with the same journal, its report replaces the
 amount that is counted here. (This is a grow-only counter: M. Shapiro et al., "A comprehensive study
 of Convergent and Commutative Replicated Data Types", 2011.)
@@ -21,20 +21,21 @@ from ..pool.groups import EXACT
 from .ledger_counts import Counts, Sums
 from .messages import REFILL, Key, Spent, recent
 
-#: When this fraction of a whole budget has come back, the ledger updates the :class:`Leak`.
+#: The ledger updates a :class:`Leak` at least once in the time in which this fraction of a whole
+#: budget comes back.
 BACK = 1 / 24
 
 
 class Leak(NamedTuple):
-    """GPU-seconds that a node, now gone, has used of a budget that refills."""
+    """GPU-seconds of a budget that refills, which a gone node has used and which come back."""
 
-    #: The time at which ``amount`` was right, and the time of the next update.
+    #: ``since``: the time for which ``amount`` was computed. ``at``: the time of the next update.
     since: float
     at: float
     what: Spent
     amount: float
-    #: ``part``: the part of the refill that brings these GPU-seconds back. ``wish``: the part that
-    #: the ledger wants for them.
+    #: ``part``: how many of these GPU-seconds come back per day, as a part of the budget's refill.
+    #: ``wish``: the part of the refill that the ledger would like to use for them.
     part: int
     wish: int
 
@@ -49,7 +50,8 @@ class UsedByGone:
     limit_of:
         Returns the limit of a key, or None if there is none.
     is_counted:
-        Returns whether the ledger counts the reports of a node with a journal.
+        Takes the names of a node and of a journal. Returns whether the ledger counts the node's own
+        reports with this journal.
     day:
         Seconds in which a budget that refills comes back from zero to full.
     """
@@ -63,8 +65,8 @@ class UsedByGone:
     ) -> None:
         self._counts, self._limit_of, self._day = counts, limit_of, day
         self._is_counted = is_counted
-        #: What gone nodes have used up of budgets with a window. The present nodes keep a copy for
-        #: a later ledger; ``version`` grows with each change.
+        #: What gone nodes have used of budgets with a window. The other nodes keep a copy, from
+        #: which a later ledger learns these amounts. ``version`` grows with each change.
         self.spent: dict[Spent, int] = {}
         self.version = 1
         self._leaks: list[Leak] = []
@@ -84,7 +86,7 @@ class UsedByGone:
         return min((leak.at for leak in self._leaks), default=math.inf)
 
     def learn(self, spent: Mapping[Spent, int]) -> None:
-        """Count the amounts that an earlier ledger counted; ``spent`` is a node's copy of them."""
+        """Count the amounts in ``spent``: a node's copy of what an earlier ledger counted."""
         self._spend({
             what: amount
             for what, amount in spent.items()
@@ -98,8 +100,8 @@ class UsedByGone:
         })  # fmt: skip
         for key, amount in counted.items():
             if key.is_seconds and not key.window and amount:
-                # The node's part of the refill stays counted, so these GPU-seconds come back as
-                # fast as they did on the node.
+                # Go on counting the node's part of the refill, too. So these GPU-seconds come back
+                # as fast as they came back on the node.
                 part = counted.get(key._replace(resource=REFILL), 0)
                 self._leak(Spent(node, journal, key), amount, part, now)
 
@@ -117,7 +119,7 @@ class UsedByGone:
         return keys
 
     def refilled(self, now: float) -> list[Key]:
-        """Stop counting GPU-seconds that have come back; return the keys of these GPU-seconds."""
+        """Stop counting the GPU-seconds that the refill has brought back; return their keys."""
         over = [leak for leak in self._leaks if leak.at <= now]
         self._leaks = [leak for leak in self._leaks if leak.at > now]
         for leak in over:
@@ -142,7 +144,7 @@ class UsedByGone:
             self._add(old.key, -every[old])
 
     def _leak(self, what: Spent, amount: float, part: int, now: float) -> None:
-        """Count GPU-seconds that come back at the rate of ``part`` of the refill."""
+        """Count ``amount`` GPU-seconds of a gone node; ``part`` of them come back per day."""
         refill = what.key._replace(resource=REFILL)
         wish = self._limit_of(refill) or 0
         self._add(what.key, math.ceil(amount))

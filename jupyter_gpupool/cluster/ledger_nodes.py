@@ -11,13 +11,14 @@ from typing import Literal, Mapping
 
 from .messages import Holding, Key, Report, Summary, Usages
 
-#: The ledger keeps at most this many unconfirmed offers to one node. It merges older offers into
-#: one; a merged offer counts at least as much as each offer in it.
+#: The ledger keeps at most this many unconfirmed offers to one node. If there are more, it merges
+#: the two oldest offers: the merged offer has the larger ceiling of each key.
 OFFERS = 16
 
-#: ``unheard``: the node has not reported since the ledger started. ``fenced``: its ceilings will be
-#: free soon. ``gone``: its ceilings are free. ``draining``: it grants nothing more. ``left``: it
-#: has drained, and no session there has a slice.
+#: ``unheard``: the ledger still waits for a report of the node. ``fenced``: the node's ceilings
+#: will be free soon. ``gone``: the node was fenced, and its ceilings are free. ``draining``: the
+#: node drains, or has the order to drain. ``left``: the node has drained, and no session of it has
+#: a slice.
 NodeState = Literal["present", "silent", "unheard", "fenced", "gone", "draining", "left"]
 
 
@@ -41,7 +42,7 @@ class Node:
 
     name: str
     life: int = 0
-    #: Whether the ledger has read a report of the node that contains the ledger's own token.
+    #: Whether the node obeys this ledger: a report of the node has contained this ledger's token.
     heard: bool = False
     #: Whether the node has left or was fenced in this life. If so, the ledger counts no ceiling of
     #: the node.
@@ -60,9 +61,9 @@ class Node:
     counted: dict[Key, int] = field(default_factory=dict)
     #: When the ceilings of a fenced node are free; infinity if the node is not fenced.
     free_at: float = math.inf
-    #: ``drains``: the node reports that it drains. ``order``: the order of an admin, until the node
-    #: reports that it has executed the order. ``order_serial``: the serial number of the first
-    #: answer with that order.
+    #: ``drains``: whether the node has reported that it drains. ``order``: an admin's order that
+    #: the node has not yet executed: True to drain, False to come back, None for no order.
+    #: ``order_serial``: the serial number of the first answer that contains the order.
     drains: bool = False
     order: bool | None = None
     order_serial: int = 0
@@ -80,7 +81,7 @@ class Node:
     summary: Summary | None = None
 
     def used(self, key: Key) -> int:
-        """Return how much of a key its sessions used, according to its last report."""
+        """Return how much of a key the node's sessions used, according to the last report."""
         held = self.holdings.get(key)
         return 0 if held is None else held.used
 
@@ -88,9 +89,9 @@ class Node:
         """Store the node's summary, and whether it drains and has executed the admin's order."""
         self.summary = report.summary
         self.drains = report.drains
-        # The state alone does not prove that the node has executed the order. The node may already
-        # have been in this state, and may then apply an earlier order, which changes the state. So
-        # also check that the node has applied the answer with this order.
+        # ``drains`` alone does not prove that the node has executed the order: an earlier order may
+        # have had the same effect, and another earlier order may still undo it. So also check that
+        # the node has applied an answer that contains this order.
         if report.drains == self.order and report.applied >= self.order_serial:
             self.order = None
 

@@ -38,7 +38,10 @@ class AllUsage:
             self._sums = {h: x for h, x in self._sums.items() if self._sum(h, now) > NOTHING}
 
     def elsewhere(self, node: Node, now: float) -> Usages | None:
-        """Return what a node's users and groups have used on other nodes; None if not asked."""
+        """Return what a node's users and groups have used on other nodes.
+
+        Return None if the node has reported no usage since the last call.
+        """
         if not node.asks:
             return None
         node.asks = False

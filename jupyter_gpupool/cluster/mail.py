@@ -4,9 +4,9 @@
 
 An agent sends a letter to the ledger, and the ledger passes it on to the agent of the machine that
 the letter names. A letter may be lost. In this case the broker that waits for the result gives up
-after a time-out, or at once if the ledger did not accept the letter. With MUNGE an agent can
-neither read nor make a credential: it can only lose letters, or report a false result. With a Hub's
-token an agent can read and make credentials.
+after a time-out, or at once if the ledger did not accept the letter. With MUNGE, an agent cannot
+read or make a credential. It can only lose letters or report a false result. With tokens of a Hub,
+an agent can read and make credentials, too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .broker_calls import BrokerCalls
 
 #: Seconds in which this machine's broker must execute an order.
 PATIENCE = 60.0
-#: ``WAIT``: seconds that the broker may wait for an order. ``GRACE``: additional seconds for the
-#: broker's answer.
+#: ``WAIT``: the agent asks the broker for orders. If the broker has none, it may wait this many
+#: seconds for one. ``GRACE``: after this wait, the answer may take this many more seconds.
 WAIT, GRACE = 5.0, 10.0
 
 _LOG = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Mail:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def fetch(self) -> None:
-        """Send the orders of this machine's broker, until cancelled."""
+        """Fetch the orders of this machine's broker and send them, until cancelled."""
         try:
             while True:
                 found = await self._link.call("orders", WAIT + GRACE, wait=WAIT)
@@ -71,8 +71,8 @@ class Mail:
     async def _send_order(self, order: dict[str, Any]) -> None:
         """Send an order; if the ledger does not accept it, give the broker an error at once."""
         if not await self._send(order["node"], order):
-            # It is not certain that the order is lost: the other machine may have received it. The
-            # error code tells the sender that the result is unknown.
+            # The other machine may have received the order, although the ledger did not answer. So
+            # the error code tells the sender that the result is unknown.
             lost = RefusedError(
                 f"{order['node']} cannot be reached: the ledger, which passes orders on, does not "
                 "answer.",

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """The messages between nodes and ledger. A message may be lost, late, repeated or out of order.
 
-A *key* is one limit that all nodes share. An amount of a key is a whole number of bytes of device
-memory, devices, leases, GPU-seconds, or bytes of a group's guarantee. A *ceiling* is how much of a
-key a node may use. The sum of all ceilings of a key never exceeds the limit: this alone ensures
-that no quota is exceeded.
+A *key* names one limit that all nodes share. An amount of a key is a whole number: of bytes (of
+device memory, or of a group's guarantee), devices, leases or GPU-seconds. A *ceiling* is how much
+of a key a node may use. The sum of all ceilings of a key never exceeds the limit. So no quota is
+exceeded.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Literal, Mapping, NamedTuple
 
 HolderKind = Literal["user", "group"]
 
-#: The GPU-seconds of a budget. The key of a budget that is renewed once a day has a window. The key
-#: of a budget that refills has no window: its amount in use decreases continuously.
+#: The GPU-seconds of a budget. If the budget is renewed once a day, its key has a window. If the
+#: budget refills, its key has no window, because used GPU-seconds come back continuously.
 GPU_SECONDS = "gpu-seconds"
 #: For a budget that refills: the GPU-seconds that come back in a day. The ledger divides them among
 #: the nodes.
@@ -26,8 +26,8 @@ REFILL = "refill"
 #: The bytes of a group's guarantee.
 GUARANTEE = "guarantee"
 
-#: GPU-seconds by holder (user or group), decayed until the time of the report. The holder's order
-#: in fair shares depends on them.
+#: By holder (a user or a group): the GPU-seconds used, decayed until the time of the report. Fair
+#: shares depend on these numbers.
 Usages = Mapping[tuple[HolderKind, str], float]
 
 
@@ -50,8 +50,8 @@ class Key(NamedTuple):
     def lasts(self) -> bool:
         """Whether a node's ceiling stays in force while the ledger is silent.
 
-        Ceilings of memory, devices and leases do not stay in force: sessions hold these amounts and
-        give them back, and ``on_ledger_loss`` says what the node may grant of them.
+        Sessions hold memory, devices and leases, and give them back. Ceilings of these three do not
+        stay in force: ``on_ledger_loss`` says how much a node may grant without the ledger.
         """
         return self.resource in (GPU_SECONDS, REFILL, GUARANTEE)
 
@@ -73,7 +73,7 @@ class Epoch(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """How much of one key a node may use, uses, and would keep."""
+    """How much of one key a node may use, how much it uses, and how much it would keep."""
 
     #: Sessions may use this much without a message.
     ceiling: int = 0
@@ -92,14 +92,14 @@ class Summary(NamedTuple):
     #: The number of its GPUs, and the number of GPUs that are out of service.
     devices: int
     out: int
-    #: The bytes that the node's pool can grant at most, those that it has granted, and those that
-    #: it could grant now without a preemption.
+    #: In bytes: what the node's pool can grant at most, what it has granted, and what it could
+    #: grant now without a preemption.
     capacity: int
     granted: int
     free: int
     #: Kernels that wait for a slice.
     waiting: int
-    #: The GPUs in service: the model of each, and the bytes that the pool could grant on it without
+    #: For each GPU in service: its model, and how many bytes of it the pool could grant now without
     #: a preemption.
     gpus: tuple[tuple[str, int], ...] = ()
     #: How many sessions each user has there.
@@ -113,7 +113,8 @@ class Report:
     """A message from a node to the ledger, with all that the node has and waits for."""
 
     node: str
-    #: Grows with each start of the node's broker. Offers to an earlier life are void.
+    #: The number of the node's life. It grows with each start of the node's broker, and each time
+    #: the node comes back after it has drained or was fenced. Offers to an earlier life are void.
     life: int
     #: Grows with each report of this life.
     number: int
@@ -123,8 +124,8 @@ class Report:
     applied: int
     holdings: Mapping[Key, Holding] = field(default_factory=dict)
     #: What each waiting session needs in addition to what it uses. The session that has waited
-    #: longest comes first. A session gets all its keys at once: if two sessions each got one of two
-    #: keys, they would wait for each other.
+    #: longest comes first. A session gets all its keys at once. Otherwise two sessions that need
+    #: the same two keys might get one key each, and each would wait for the other session.
     waits: tuple[Mapping[Key, int], ...] = ()
     #: ``spent``: what gone nodes have used up of budgets with a window. The node sends ``spent``
     #: only to a ledger that has just started; it is None in other reports. ``version``: the version
@@ -136,12 +137,12 @@ class Report:
     drains: bool = False
     leaves: bool = False
     summary: Summary | None = None
-    #: Whether a user of this node looks at the cluster. If so, the ledger sends the node what all
-    #: nodes have.
+    #: Whether a user of this node wants to see the cluster. If so, the ledger also sends the node a
+    #: view of all nodes.
     looks: bool = False
-    #: ``usage``: what users and groups have used on this node, in some reports only; 0 for users
-    #: and groups that have a session and have used nothing. ``half_life``: the half-life of a usage
-    #: in seconds, from the rules.
+    #: ``usage``: what users and groups have used on this node; None in reports without the usage.
+    #: It contains each user and group with a session, even if they have used nothing.
+    #: ``half_life``: the half-life of a usage in seconds, from the rules.
     usage: Usages | None = None
     half_life: float = 0.0
     #: The name of the node's journal. A node that has lost its journal reports another name, and
@@ -150,9 +151,10 @@ class Report:
 
 
 def recent(spent: Mapping[Spent, int]) -> dict[Spent, int]:
-    """Return the last two windows of each user and group.
+    """Return the amounts in ``spent`` that belong to the last two windows of a user or group.
 
-    One window is not enough: a node with a wrong clock may have reported a window in the future.
+    The last window alone is not enough: it may be a window in the future, from a node with a wrong
+    clock.
     """
     windows: dict[tuple[str, str, str], set[str]] = {}
     for _, _, key in spent:
@@ -170,13 +172,14 @@ class Loan:
     #: The number of the last report that the ledger has read.
     number: int
     epoch: Epoch
-    #: Grows with each answer to this life. A node ignores an answer if it has already applied one
-    #: with a larger number.
+    #: The number of this answer; it grows with each answer to this life of the node. A node ignores
+    #: an answer whose number is not larger than that of the last answer that it has applied.
     serial: int
     ceilings: Mapping[Key, int] = field(default_factory=dict)
-    #: Keys that other nodes wait for: the node must report at once when it frees some of them.
+    #: Keys that other nodes wait for. When the node uses less of one of them, it must report at
+    #: once.
     wanted: frozenset[Key] = frozenset()
-    #: Seconds, counted from report ``number``, in which the node may grant from its ceilings.
+    #: The node may grant from its ceilings for this many seconds after it sent report ``number``.
     ttl: float = 0.0
     #: ``spent``: what gone nodes have used up; None if the node already has this ``version``.
     version: int = 0
@@ -188,7 +191,8 @@ class Loan:
     drains: bool | None = None
     #: Keys of this node whose budgets of GPU-seconds all nodes together have used up.
     used_up: frozenset[Key] = frozenset()
-    #: What the users and groups of a report's ``usage`` have used on other nodes.
+    #: What the users and groups in the node's last ``usage`` have used on other nodes; None if the
+    #: node has reported no new ``usage``.
     elsewhere: Usages | None = None
 
 
@@ -277,12 +281,12 @@ def loan_from_json(values: Mapping[str, Any]) -> Loan:
 
 
 def epoch_from_json(values: Any) -> Epoch:
-    """Return a fencing token.
+    """Return the fencing token that a message contains as ``values``.
 
     Raises
     ------
     ValueError
-        If the value is not a token. If a node kept a wrong token, it would ignore the right ledger.
+        If ``values`` is not a token. A node that accepted a wrong token could ignore the ledger.
     """
     if (
         not isinstance(values, list)
@@ -307,7 +311,10 @@ def parts_from_json(text: str) -> dict[Key, int]:
 
 
 def _amount(value: Any) -> int:
-    """Return a valid amount, or raise: an infinite amount would spoil the ledger's sums."""
+    """Return ``value`` if it is an amount, else raise an error.
+
+    An infinite amount would make the ledger's sums wrong.
+    """
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r:.80} is not an amount")
     return value
@@ -327,7 +334,7 @@ def _spent(rows: list[list[Any]] | None) -> dict[Spent, int] | None:
 
 
 def _summary(values: list[Any] | None) -> Summary | None:
-    """Return a summary; None if the node's version sends a summary with other fields."""
+    """Return a summary; None if the node has another version, whose summary has other fields."""
     if values is None or len(values) != len(Summary._fields):
         return None
     *figures, gpus, sessions, data = values

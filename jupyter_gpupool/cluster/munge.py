@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Credentials by MUNGE: the daemon of each machine vouches for the user id of its local clients.
 
-The daemons share a key. Linux tells a daemon the user id of its client, so a credential needs no
-password. A credential is encrypted, and a daemon decodes it for one user id only. Debian's package
-``munge`` has the daemon and ``libmunge``; only brokers and servers of a cluster load the library.
+The daemons share a key. Linux tells a daemon the user id of its client, so a client needs no
+password. A credential is encrypted, and each daemon decodes it only for a client with the user id
+``reader``. Debian's package ``munge`` contains the daemon and ``libmunge``. Only brokers and
+servers of a cluster load this library.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LIBRARY = "libmunge.so.2"
 _CIPHER, _TTL, _SOCKET, _ONLY_UID = 0, 4, 8, 9
 _AES128 = 4
 
-#: Texts for the errors of munge.h that mean that the credential is bad.
+#: By error number (see munge.h), for the errors that mean a bad credential: what is wrong with it.
 _BAD = {
     8: "its format is wrong",
     9: "its version is unknown",

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool node``: a machine joins a cluster. One raylet and one agent, supervised.
+"""``jupyter gpupool node``: makes a machine join a cluster.
 
-The raylet has no GPU and accepts no work except the ledger: Ray only carries messages and restarts
-the ledger. When the raylet ends, this program ends, too, and its service restarts it. When the
-agent ends (for example after 30 s without an answer of the ledger), this program restarts the
-agent.
+The program starts a raylet and an agent, and watches both. The raylet has no GPU and accepts no
+work except the ledger: Ray only carries messages and restarts the ledger. When the raylet ends,
+this program ends, too, and its service restarts it. When the agent ends (for example after 30 s
+without an answer of the ledger), this program restarts the agent.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ HEALTH = {
 #: Bytes of Ray's object store. The pool stores nothing there.
 STORE = 100_000_000
 
-#: Ray's folder for its sockets and logs. Without this variable Ray uses the path of the head's
-#: folder on every machine. Two raylets that start in one folder at the same time choose the same
-#: name for their sockets, so two machines on one host need two folders.
+#: The variable that names Ray's folder for sockets and logs. Without it, every machine uses the
+#: path of the head's folder. Two raylets that start in one folder at the same time choose the same
+#: names for their sockets. So if one host runs two machines of a cluster, each needs its own
+#: folder.
 RAY_FOLDER = "RAY_TMPDIR"
 
 #: Seconds in which raylet and agent must end.
@@ -76,7 +77,10 @@ def check_ray() -> None:
 
 
 def token_environment(path: Path, *, create: bool) -> dict[str, str]:
-    """Return variables that make Ray refuse every connection without the token in ``path``."""
+    """Return environment variables: with them, Ray refuses connections without the token.
+
+    ``path`` is the file with the token; with ``create``, this function makes the file if necessary.
+    """
     if create and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(0o600)
@@ -101,8 +105,8 @@ def raylet_command(join: str, port: int, name: str) -> list[str]:
         "--num-gpus=0", "--num-cpus=1", f"--object-store-memory={STORE}",
         "--resources=" + json.dumps({"gpupool": 1}), "--labels", f"gpupool-node={name}",
         "--disable-usage-stats", "--dashboard-agent-listen-port=0", "--metrics-export-port=0",
-        # The log monitor would send the output of processes to Ray's drivers, and none of our
-        # drivers reads it.
+        # Ray's log monitor sends the output of processes to Ray's drivers. The drivers of this
+        # package do not read it.
         "--include-log-monitor=false",
     ]  # fmt: skip
 
@@ -161,9 +165,9 @@ async def run_node(
 def _die_with_parent() -> None:
     """Make this process end when its parent ends, even if the parent was killed.
 
-    Otherwise, after a restart, the old raylet and the old agent would continue beside the new ones.
-    If two agents request reports from one broker, the broker refuses the request of the first
-    agent.
+    Otherwise, if this program is killed and starts again, its old raylet and its old agent continue
+    beside the new ones. If two agents request reports from one broker, the broker refuses the
+    request of the first agent.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

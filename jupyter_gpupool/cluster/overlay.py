@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Translate between the pool's rules and the ledger's keys: limits that machines share. Pure."""
+"""Translate the pool's rules into the ledger's keys, and ceilings of keys into rules. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .messages import GPU_SECONDS, GUARANTEE, REFILL, HolderKind, Key
 #: The limits on slices that machines share.
 RESOURCES = ("memory", "devices", "leases")
 
-#: A report of usage names all users and groups that have a session. It also names up to
-#: ``MOST_USAGES`` other users, and as many other groups, with more than ``LEAST_USAGE``
-#: GPU-seconds.
+#: A report of usage names all users and groups that have a session. It also names at most
+#: ``MOST_USAGES`` other users and at most ``MOST_USAGES`` other groups. Each of these others has
+#: used more than ``LEAST_USAGE`` GPU-seconds.
 LEAST_USAGE, MOST_USAGES = 1.0, 200
 
 #: A function that returns how much of a key this machine may have.
@@ -30,7 +30,10 @@ DRAINS = "this machine is leaving the cluster and can borrow no more"
 
 
 class Elsewhere(dict[str, Charge]):
-    """What other machines have of each user's quota; ``rest`` for a user without an entry."""
+    """By user: how much of the user's quota other machines have.
+
+    For a user without an entry it is ``rest``.
+    """
 
     def __init__(self, rest: Charge) -> None:
         super().__init__()
@@ -78,10 +81,10 @@ def _seconds(daily: Daily | None) -> dict[str, int]:
 
 
 def guarantees_of(settings: PoolSettings, owner: Owner) -> list[Key]:
-    """Return the keys of the guarantees that cover an owner and that machines share.
+    """Return the keys of those of an owner's guarantees that all machines share.
 
-    Machines share a guarantee in bytes. If a guarantee is a percentage or a number of devices, each
-    machine guarantees it separately.
+    The machines share a guarantee if it is a number of bytes. If it is a percentage or a number of
+    devices, each machine gives the whole guarantee separately.
     """
     return [
         Key("group", name, GUARANTEE)
@@ -91,10 +94,11 @@ def guarantees_of(settings: PoolSettings, owner: Owner) -> list[Key]:
 
 
 def refills_of(settings: PoolSettings, spent: Mapping[Key, int]) -> dict[Key, int]:
-    """Return the refill per day that this machine wants, for each budget that refills.
+    """Return how much refill per day this machine wants for each budget that it has used.
 
-    The machine wants the whole budget. If other machines have also used the budget, the ledger
-    divides the refill. ``spent`` is what this machine has used up of each budget.
+    The result contains only budgets that refill. The machine wants the whole refill. If other
+    machines have used the budget, too, the ledger divides the refill among the machines. ``spent``
+    is what this machine has used of each budget.
     """
     found = {}
     for key in spent:
@@ -109,7 +113,7 @@ def refills_of(settings: PoolSettings, spent: Mapping[Key, int]) -> dict[Key, in
 
 
 def keys_of(settings: PoolSettings, owner: Owner) -> list[Key]:
-    """Return the keys that count the slices of an owner."""
+    """Return the keys of the limits for which an owner's slices count."""
     quota = settings.quota_of(owner.name)
     found = [Key("user", owner.name, r) for r in RESOURCES if getattr(quota, r) is not None]
     for name in path(settings.groups, owner.group) if settings.groups else ():
@@ -131,7 +135,7 @@ def budgets_of(settings: PoolSettings, owner: Owner, now: float) -> dict[Key, Da
 
 
 def seconds_used(settings: PoolSettings, usage: PoolUsage, now: float) -> dict[Key, int]:
-    """Return what users and groups have used up of shared budgets here, in whole GPU-seconds."""
+    """Return how many GPU-seconds of each shared budget this machine has used, rounded up."""
     found = {}
     for name, used in usage.users.items():
         if (daily := settings.quota_of(name).daily) is not None:
@@ -167,9 +171,10 @@ def usage_of(
 
 
 def windows(settings: PoolSettings, now: float) -> tuple[float, float] | None:
-    """Return the begin of the oldest present window of a budget, and the begin of the next window.
+    """Return when the oldest current window of a budget began, and when the next window begins.
 
-    The result is None if there is no budget. If a budget refills, the first time is minus infinity.
+    Return None if no user and no group has a budget. If a budget refills, the first time is minus
+    infinity.
     """
     dailies = [quota.daily for quota in settings.quotas.values()]
     dailies += [group.daily for group in settings.groups.values()]
@@ -199,11 +204,11 @@ def overlay(
     now: float = 0.0,
     used_up: Container[Key] = (),
 ) -> PoolSettings:
-    """Return rules that treat a shared amount as used if this machine may not use it.
+    """Return rules in which the shared amounts that this machine may not use count as used.
 
-    ``owners`` are the users of this machine. ``now`` is the time in seconds since the epoch, which
-    determines the windows of budgets. ``used_up`` are the keys of budgets that all machines
-    together have used up.
+    ``owners`` are the users of this machine. ``now`` is the time in seconds since the epoch; the
+    windows of budgets depend on it. ``used_up`` contains the keys of the budgets of which all
+    machines together have used everything.
     """
 
     def part(kind: HolderKind, name: str, daily: Daily | None) -> Daily | None:
@@ -224,7 +229,8 @@ def overlay(
             if quota.daily is not None:
                 quotas[name] = replace(quota, daily=part("user", name, quota.daily))
     if "*" in quotas and (daily := quotas["*"].daily) is not None:
-        # The entry "*" applies to a user whom this machine has not reported to the ledger yet.
+        # The entry "*" is for users whom this machine has not yet reported to the ledger. So the
+        # ledger has lent this machine nothing of their budgets.
         none = replace(daily, here=0.0, more_elsewhere=daily.seconds > 0, refill_here=0.0)
         quotas["*"] = replace(quotas["*"], daily=none)
     missing, groups = {}, dict(settings.groups)
@@ -251,7 +257,7 @@ def _whole(quota: Quota) -> Charge:
 
 
 def _missing(quota: Quota, owner: str, most: Most) -> Charge:
-    """Return how much of a quota this machine may not have."""
+    """Return how much of a user's quota this machine may not use."""
     found = []
     for resource in RESOURCES:
         amount = getattr(quota, resource)

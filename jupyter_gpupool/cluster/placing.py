@@ -36,7 +36,7 @@ class Considered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The chosen machine ('' if no machine is possible), and all machines that were considered."""
+    """The chosen machine ('' if none can take the kernel), and all machines that were compared."""
 
     node: str
     considered: tuple[Considered, ...]
@@ -48,12 +48,12 @@ class Placement:
 
 
 def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Placement:
-    """Choose a machine among those that the ledger has shown.
+    """Choose a machine for a kernel from ``nodes``, the nodes in the ledger's view.
 
-    The function compares the machines by these criteria, in this order: enough GPUs that have room
-    now; the shortest queue; the most of the kernel's folders on disks of the machine; the most
-    kernels of the user on the machine (it has already borrowed a part of the user's quota); the
-    most free memory; the name.
+    A machine that lacks something is not chosen. The function compares the others by these
+    criteria, in this order: enough GPUs with room now; the shortest queue; the largest number of
+    the kernel's folders on the machine's own disks; the largest number of leases that the machine
+    has already borrowed of the user's quota; the most free memory; the name.
     """
     found: list[tuple[tuple[Any, ...], str]] = []
     considered = []
@@ -76,10 +76,10 @@ def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Place
 
 
 def has_room(summary: Mapping[str, Any], memory: int, devices: int) -> bool:
-    """Return whether ``devices`` GPUs of a machine have ``memory`` bytes free each.
+    """Return whether at least ``devices`` GPUs of a machine each have ``memory`` bytes free.
 
-    If the GPUs are unknown because the view was too long, the free memory of the whole machine
-    decides.
+    A view that would be too long does not list the GPUs. In this case only the free memory of the
+    whole machine must be large enough.
     """
     if summary["gpus"] is None:
         return bool(summary["free"] >= memory * devices)
@@ -87,7 +87,7 @@ def has_room(summary: Mapping[str, Any], memory: int, devices: int) -> bool:
 
 
 def is_model(name: str, model: str) -> bool:
-    """Return whether a GPU's name has all words of a model: "NVIDIA A100" is not a model "A10"."""
+    """Return whether a GPU's name has all words of ``model``: "NVIDIA A100" has no word "A10"."""
     return {*_words(model)} <= {*_words(name)}
 
 
@@ -96,7 +96,7 @@ def _words(text: str) -> list[str]:
 
 
 def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
-    """Return why a machine can never take the kernel, even after a wait; '' if it can."""
+    """Return why a machine cannot take the kernel, even if the kernel waits; '' if it can."""
     summary = node["summary"]
     if node["state"] != "present":
         return f"it is {node['state']}"
@@ -116,10 +116,10 @@ def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
 
 
 def lacks_model(gpus: list[Any] | None, model: str) -> str:
-    """Return why a machine may give a kernel another model of GPU; '' if it never does.
+    """Return why it is not certain that a kernel gets a GPU of ``model``; '' if it is certain.
 
-    The machine's own pool chooses the GPU and does not know models, so all its GPUs must be of this
-    model.
+    The machine's pool chooses the kernel's GPU, and it does not know models. So all GPUs of the
+    machine must be of this model.
     """
     if gpus is None:
         return "the models of its GPUs are not known: the cluster is too large to list them"

@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Which nodes wait for which key, and in which order. Pure.
 
-The order of two nodes is the same in the queues of all keys: the order in which they began to wait.
+In the queue of every key, the nodes are in the order in which they began to wait. So two nodes have
+the same order in all queues.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from .messages import Key
 
 
 class Queues:
-    """By key: the nodes that wait for some of it, the longest wait first.
+    """A queue for each key: the nodes that wait for the key, the longest wait first.
 
     Parameters
     ----------
@@ -36,7 +37,10 @@ class Queues:
         return self._waiting.get(name, {})
 
     def put(self, name: str, needs: Mapping[Key, int]) -> None:
-        """Set what a node waits for ({}: nothing); with the same keys the node keeps its place."""
+        """Set what a node waits for; {} means nothing.
+
+        If the node waits for the same keys as before, it keeps its place in their queues.
+        """
         if needs.keys() != self.of(name).keys():
             self.drop(name)
         if needs:
@@ -65,8 +69,8 @@ class Queues:
     def before(self, key: Key, name: str, most: int) -> int:
         """Return how much is reserved for nodes that have waited for longer than ``name``.
 
-        The function stops counting at ``most``, because a queue may be long and the free amount
-        small.
+        The result is at most ``most``. When the sum reaches ``most``, the function stops, because a
+        queue may be long.
         """
         if key not in self._needs:
             return 0
@@ -78,7 +82,7 @@ class Queues:
         return min(found, most)
 
     def reached(self, key: Key, free: int) -> Iterator[str]:
-        """Return the nodes of a queue that get something if the amount ``free`` is free."""
+        """Yield the nodes of a queue that can get a part of the free amount ``free``."""
         for name, need in self._walk(key):
             if free <= 0:
                 return

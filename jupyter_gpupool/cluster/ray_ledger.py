@@ -3,8 +3,8 @@
 """The ledger as a Ray actor, and an agent's connection to it.
 
 Ray carries messages, and restarts the ledger on Ray's head when the ledger dies. Ray has no other
-task, and no cell and no broker uses Ray. So a hostile program that can talk to Ray can do one harm:
-it can change how much of the limits each machine may use.
+task: cells and brokers do not use Ray. So a hostile program that can talk to Ray can change how
+much of the limits each machine may use, but it can do no other harm.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ _LOG = logging.getLogger(__name__)
 
 NAMESPACE, NAME = "gpupool", "ledger"
 
-#: ``POLL``: seconds that a call waits in the ledger for an answer to a node. ``PATIENCE``: the
-#: time-out of every call, in seconds.
+#: ``POLL``: an agent calls the ledger to get answers. If the ledger has none, the call waits there
+#: for at most this many seconds. ``PATIENCE``: the time-out of every call, in seconds.
 POLL, PATIENCE = 10.0, 15.0
 #: Seconds without an answer after which an agent ends. ``node`` then starts a new agent, which
 #: connects to Ray again. This is necessary after a restart of Ray's head: a process that connected
 #: before the restart may never find the new ledger.
 SILENT = 30.0
-#: The most answers and letters that the ledger keeps for a node that does not fetch them. Only the
-#: last answers matter, and a lost letter only means that an order failed.
+#: The most answers and letters that the ledger keeps for a node that does not fetch them. If there
+#: are more, it drops the oldest. Only the last answers matter, and if a letter is lost, one order
+#: fails.
 KEPT = 256
 
 
@@ -75,7 +76,7 @@ class LedgerActor:
         self._open().pass_on(node, text)
 
     async def view(self) -> dict[str, Any]:
-        """Return the members, how much of each limit counts for each, and the ledger's pid."""
+        """Return :meth:`.desk.Desk.view` and the ledger's process id."""
         return {**self._open().view(), "process": os.getpid()}
 
     async def fence(self, node: str) -> None:
@@ -107,7 +108,7 @@ class LedgerActor:
 
 
 def connect(address: str) -> None:
-    """Join the cluster at ``address`` as a driver, which runs no tasks for other processes."""
+    """Connect to the Ray cluster at ``address`` as a driver: Ray gives a driver no tasks to run."""
     ray.init(
         address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False,
         ignore_reinit_error=True,
@@ -121,14 +122,14 @@ def the_ledger(
     actor = ray.remote(LedgerActor)
     return actor.options(
         name=NAME, get_if_exists=True, lifetime="detached", max_restarts=-1, num_cpus=0,
-        # The ledger runs on the head. On any other machine it would die with that machine, and the
-        # new ledger would wait for a report of the dead machine.
+        # Run the ledger on the head. If it ran on another machine and that machine died, the next
+        # ledger would have to wait for a report of the dead machine.
         resources={"node:__internal_head__": 0.001}, max_concurrency=1000,
     ).remote(limits, list(members), ttl, margin)  # fmt: skip
 
 
 class RayLedger:
-    """An agent's connection to the ledger; it looks the ledger up again after a failed call."""
+    """An agent's connection to the ledger. After a failed call, it looks for the ledger again."""
 
     def __init__(self, node: str, limits: Limits, members: Sequence[str], ttl: float) -> None:
         self.answers: asyncio.Queue[str] = asyncio.Queue()
@@ -155,7 +156,7 @@ class RayLedger:
                 await asyncio.sleep(AGAIN)
 
     async def watch(self) -> None:
-        """Wait until no ledger has answered for :data:`SILENT` seconds."""
+        """Return after :data:`SILENT` seconds without an answer of a ledger."""
         while (left := self._answered + SILENT - time.monotonic()) > 0:
             await asyncio.sleep(left)
         _LOG.warning("The ledger has not answered for %g s (%s)", SILENT, self._failure[:300])
@@ -179,7 +180,10 @@ class RayLedger:
 async def run_agent(
     address: str, broker: Path, config: Sequence[Path], *, ttl: float, interval: float
 ) -> None:
-    """Carry reports and answers of this machine's broker until the process ends."""
+    """Carry the reports of this machine's broker to the ledger, and the answers back.
+
+    After :data:`SILENT` seconds without an answer of the ledger, end the process.
+    """
     settings = load_settings(config)
     connect(address)
     name = settings.cluster_node or gethostname()
@@ -195,7 +199,8 @@ async def run_agent(
         for task in done:
             task.result()
         logging.shutdown()
-        # A normal exit would wait for a thread that is blocked in a call of Ray.
+        # End at once: a normal exit would wait for a thread, and a call of Ray may block the
+        # thread.
         os._exit(1)
     finally:
         for task in tasks:
@@ -203,7 +208,7 @@ async def run_agent(
 
 
 def ask(address: str, method: str, *arguments: Any) -> Any:
-    """Return the answer of the cluster's ledger. A failure may take minutes."""
+    """Call a method of the cluster's ledger; return its answer. It may take minutes to fail."""
     connect(address)
     try:
         actor = ray.get_actor(NAME)

@@ -34,7 +34,7 @@ QUOTA = 2
 #: for the start of the whole cluster. ``PATIENCE``: the time-out for the end of a process.
 LOOK, START, PATIENCE = 0.5, 180.0, 20.0
 
-#: The number of lines of a process's log that the program prints when the process has ended.
+#: If a process ends unexpectedly, the program prints this many lines from the end of its log.
 TAIL = 15
 
 
@@ -56,8 +56,8 @@ class TrialCluster:
     def __init__(self, folder: Path, head: str, program: Sequence[str]) -> None:
         self.folder, self.head, self.token = folder, head, folder / "token"
         self._program = [*program]
-        #: The parent of each machine's Ray folder. It has a short path, because ``folder`` may be
-        #: too long for the names of sockets.
+        #: The folder that contains each machine's Ray folder. Its path is short: with the path of
+        #: ``folder``, the paths of Ray's sockets could become too long.
         self._ray = tempfile.TemporaryDirectory(
             prefix="gpupool-ray-", dir="/tmp", ignore_cleanup_errors=True
         )
@@ -88,7 +88,7 @@ class TrialCluster:
         for process in self._running.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE)
-            # Agents of Ray outlive their raylet by some minutes.
+            # Ray's own agents would run some minutes longer than their raylet, so kill them.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -136,8 +136,8 @@ class TrialCluster:
 
     def _run(self, name: str, *words: str) -> None:
         with self._log(name).open("ab") as log:
-            # The process has its own session: otherwise Ctrl-C would reach it, in addition to this
-            # program's SIGTERM.
+            # Start the process in a session of its own. Otherwise it would get SIGINT from Ctrl-C,
+            # and also SIGTERM from this program.
             self._running[name] = subprocess.Popen(
                 [*self._program, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, env={**os.environ, RAY_FOLDER: f"{self._ray.name}/{name}"},
@@ -147,7 +147,13 @@ class TrialCluster:
         return self.folder / f"{name}.log"
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> None:
-        """Wait for ``is_done``; raise if a process ends before that, or the wait is too long."""
+        """Wait until ``is_done`` returns True.
+
+        Raises
+        ------
+        EndedError
+            If a process ends before that, or the time ``until`` has passed.
+        """
         while True:
             for name, process in self._running.items():
                 if process.poll() is not None:

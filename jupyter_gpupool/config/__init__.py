@@ -8,8 +8,8 @@
 - ``tree``: whether groups contradict each other: parents, sizes, and users in several groups.
 - ``calendar``: when a rule of a calendar is in force; time zones and summer time.
 - ``schedules``: reads schedules: their rules, and the options that they set.
-- ``settings``: the frozen :class:`BrokerSettings`, which the options become for the broker.
-- ``timetable``: the settings in force at a given time, changed by the schedules.
+- ``settings``: the frozen :class:`BrokerSettings`, with the values of the options for the broker.
+- ``timetable``: the settings at a given time, with the changes of the schedules in force.
 - ``accounts``: checks whether the users and Unix groups in the configuration exist.
 - ``mistakes``: the mistakes in a configuration, each with its place.
 - ``places``: finds the line of a file on which a value is written.

@@ -22,16 +22,17 @@ NSSWITCH = Path("/etc/nsswitch.conf")
 #: none of the files does not exist.
 _LOCAL = frozenset({"files", "compat", "db", "systemd", "altfiles", "mymachines", "extrausers"})
 
-#: If a name is wrong, the fault suggests an existing name only if the two names are at least this
-#: similar. The value is high because many names are short.
+#: A fault suggests an existing name instead of a wrong one only if the two names are at least this
+#: similar (from 0 to 1). The limit is high, because different short names are often similar.
 _LIKENESS = 0.75
 
 
 def unknown_names(settings: BrokerSettings) -> list[Fault]:
     """Return a fault for each configured user or Unix group that does not exist here.
 
-    The names are in groups, quotas and admins. If the machine cannot know all names
-    (:func:`knows_everybody`), callers must treat the faults as warnings.
+    The function checks the names in groups, quotas and admins. If :func:`knows_everybody` returns
+    False, a name may exist although NSS does not find it. So callers must treat the faults as
+    warnings.
     """
     return [
         *_unknown("users", "user", settings, _user_exists, _users),
@@ -42,8 +43,8 @@ def unknown_names(settings: BrokerSettings) -> list[Fault]:
 def knows_everybody(path: Path = NSSWITCH) -> bool:
     """Return whether all users and Unix groups of this machine are in its own files.
 
-    Return False if NSS also uses a directory service or another module. An unknown name may then
-    exist, for example while the service does not answer.
+    Return False if NSS also uses a directory service or another module. In this case a name that
+    NSS does not find may still exist, for example while the service does not answer.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -59,9 +60,10 @@ def knows_everybody(path: Path = NSSWITCH) -> bool:
 
 
 def doubly_in(settings: BrokerSettings) -> Iterator[tuple[str, str, str]]:
-    """Yield (user, group, group) for each user whom Unix groups put into two groups of equal order.
+    """Yield (user, group, group) for each user who is in two groups with the same ``order``.
 
-    The result does not contain users whom a group names itself.
+    The user must be in both groups through Unix groups. Users whom any group lists by name are left
+    out.
     """
     claims: dict[float | None, dict[str, str]] = {}
     named = {user for rule in settings.members.values() for user in rule.users}
@@ -97,7 +99,7 @@ def _unknown(
 
 
 def _user_exists(name: str) -> bool:
-    # The pool calls a user id without an account "uid-N".
+    # In the pool, a user id N without an account has the name "uid-N".
     if name.startswith("uid-") and name[4:].isdigit():
         return True
     try:

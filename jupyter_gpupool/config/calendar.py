@@ -18,8 +18,8 @@ from datetime import date, datetime, time, timedelta, tzinfo
 from functools import lru_cache
 from typing import Iterator, Sequence
 
-#: Every weekly rule begins at least once in this many seconds. Each weekday occurs twice in this
-#: time, because the clock may skip a rule's hours on one of the two days.
+#: Every rule begins at least once in this many seconds, in which each weekday occurs at least
+#: twice. One weekday would not be enough, because the clock may skip the rule's hours on this day.
 HORIZON = 15 * 86400
 
 #: The minutes of a day.
@@ -41,10 +41,10 @@ class RuleTimes:
     zone: tzinfo
 
     def times(self, since: float, until: float) -> Iterator[tuple[int, int]]:
-        """Yield (begin, end) of each time in force that may overlap [``since``, ``until``]."""
-        # The search begins two days earlier and ends one day later. Hours may pass midnight: this
-        # needs one day on each side. A clock may skip a whole day: this needs a second day at the
-        # beginning.
+        """Yield (begin, end) of each period in force that may overlap [``since``, ``until``]."""
+        # Search from two days before ``since`` to one day after ``until``. One day on each side is
+        # necessary, because hours may pass midnight. The second day at the beginning is necessary,
+        # because a clock may skip a whole day.
         day = datetime.fromtimestamp(since, self.zone).date() - 2 * _ONE_DAY
         last = datetime.fromtimestamp(until, self.zone).date() + _ONE_DAY
         while day <= last:
@@ -93,7 +93,7 @@ def changes(
 
 
 def next_change(rules: Sequence[RuleTimes], now: float) -> tuple[int, tuple[int, ...]] | None:
-    """Return the time of the next change, and the rules in force after it; None if no change."""
+    """Return when the rules in force change next, and the rules in force then; None if never."""
     return next(changes(rules, now, now + HORIZON), None)
 
 
@@ -104,7 +104,8 @@ def instant(day: date, minute: int, zone: tzinfo) -> int:
     before, after = (int(wall.replace(tzinfo=zone, fold=fold).timestamp()) for fold in (0, 1))
     if before <= after:
         return before  # the first instant, also if the clock shows the time twice
-    # The clock skips the time. The jump is between the two results for this time (see PEP 495).
+    # The clock skips this time. Find the moment of the jump, which is between the two timestamps
+    # (see PEP 495).
     early, late = after, before
     while late - early > 1:
         middle = (early + late) // 2

@@ -42,9 +42,10 @@ _LOGGED: set[str] = set()
 
 
 def not_logged(text: str) -> bool:
-    """Return whether this is the first call with ``text``, so that the caller logs it only once.
+    """Return whether the caller must log ``text``: True only at the first call with this text.
 
-    Both the provisioner and the server extension may notice the same difference.
+    The provisioner and the server extension may notice the same difference, but one of them is
+    enough to log it.
     """
     if not text or text in _LOGGED:
         return False
@@ -67,7 +68,7 @@ class Difference:
 
 
 def shown(settings: BrokerSettings, *, private: bool) -> dict[str, Any]:
-    """Return the part of a broker's configuration that users see; with ``private``, all of it."""
+    """Return a broker's configuration; if not ``private``, without the options that name users."""
     hidden = [] if private else [*PRIVATE]
     return {
         "options": {k: v for k, v in settings.options.items() if k not in hidden},
@@ -77,7 +78,10 @@ def shown(settings: BrokerSettings, *, private: bool) -> dict[str, Any]:
 
 
 def differences(own: BrokerSettings, in_force: Mapping[str, Any]) -> list[Difference]:
-    """Return the options whose values differ between ``own`` and the broker's (:func:`shown`)."""
+    """Return the options for which ``own`` has another value than the broker.
+
+    ``in_force`` is the broker's configuration in the form that :func:`shown` returns.
+    """
     options, origins = in_force.get("options") or {}, in_force.get("origins") or {}
     aside = {*_ASIDE, *(in_force.get("hidden") or ())}
     known = GPUPool.class_traits(config=True)
@@ -104,15 +108,16 @@ def notice(
 ) -> str:
     """Return the notice about different configurations; "" if they agree.
 
-    If only a machine-wide broker sets an option, this is not a difference: the machine's admin may
-    have set the option in files of the service, which users' servers do not read.
+    If the broker serves the whole machine, the notice leaves out options that only the broker's
+    configuration sets: the admin may have set them in files of the service, which users' servers do
+    not read.
 
     Parameters
     ----------
     section:
-        The caller's own ``c.GPUPool``, in addition to the configuration files.
+        The caller's own ``c.GPUPool``. Its values win over those in the configuration files.
     status:
-        The broker's status, or the fields ``config`` and ``broker`` of another answer.
+        The broker's status, or another answer with the fields ``config`` and ``broker``.
     who:
         The subject of the sentence, such as "This server".
     """

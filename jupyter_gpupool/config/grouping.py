@@ -25,11 +25,12 @@ _DEVICES = re.compile(r"([0-9]*\.?[0-9]+)\s*(?:devices?|gpus?)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Who is in a group: named users, members of Unix groups and Hub groups, or everybody else.
+    """Who is in a group: named users, members of Unix groups and Hub groups, or everybody.
 
-    If a user is in several groups, the group that names the user comes first, then a group with a
-    Unix group or a Hub group of the user, then the group for everybody. Among groups of equal rank,
-    the group with the lower ``order`` comes first, then the group that is written first.
+    A user may be in several groups. First come the groups that name the user, second those with a
+    Unix group or a Hub group of the user, third those for everybody. Inside each of these three
+    ranks, the groups are sorted by ``order``, the lowest first. Groups with the same ``order`` stay
+    in the order in which the configuration lists them.
     """
 
     users: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ def groups_of(
     unix_groups: Iterable[str],
     hub_groups: Iterable[str] = (),
 ) -> tuple[str, ...]:
-    """Return the groups of ``user``. The first one counts if the kernel chooses no other."""
+    """Return the groups of ``user``. A kernel belongs to the first one if it chooses no other."""
     found: list[tuple[int, float, int, str]] = []
     unix, hub = frozenset(unix_groups), frozenset(hub_groups)
     for place, (name, rule) in enumerate(members.items()):
@@ -78,12 +79,13 @@ def groups_of(
 
 
 def read_groups(value: Mapping[Any, Any]) -> Groups:
-    """Return the value of ``c.GPUPool.groups``, checked and in the form for the broker.
+    """Check the value of ``c.GPUPool.groups``, and return it in the form for the broker.
 
     Raises
     ------
     WrongValue
-        With every mistake inside one group, each with the keys that lead to it.
+        With the mistakes of all groups, each with the keys that lead to it. This function does not
+        check whether groups contradict each other.
     """
     faults: list[Fault] = []
     tree, members = {}, {}
@@ -198,7 +200,7 @@ def _read_weight(value: Any) -> float:
 
 
 def read_bytes(value: Any) -> int:
-    """Return the bytes of a size. A small number without a unit is refused, as a likely mistake.
+    """Return the bytes of a size. Refuse a small number without a unit as a probable mistake.
 
     Raises
     ------
@@ -250,9 +252,9 @@ def read_daily(value: Any) -> Daily:
     Raises
     ------
     WrongValue
-        With every mistake in a dict.
+        If ``value`` is a dict with mistakes. The error contains all of them.
     ValueError
-        With a sentence for people.
+        If ``value`` is no dict and is wrong. The error's text is a sentence for people.
     """
     if not isinstance(value, Mapping):
         return Daily(_read_seconds(value))

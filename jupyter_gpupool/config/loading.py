@@ -66,7 +66,7 @@ def load_timetable(
     only_given: bool = False,
     now: float | None = None,
 ) -> Timetable:
-    """Return the settings of this machine's (or user's) pool at all times.
+    """Return the settings of this machine's (or user's) pool, with the changes by its schedules.
 
     The function reads values in this order, and later values win. First it reads ``jupyter_config``
     and ``jupyter_server_config`` (``.py``, then ``.json``) in each folder of ``jupyter --paths``,
@@ -75,8 +75,9 @@ def load_timetable(
     Unlike Jupyter Server, the function does not search the working directory, because a broker may
     start in a folder of notebooks.
 
-    With ``only_given``, it reads only ``config_files`` and ``overrides``. ``now`` (seconds since
-    the epoch) is the beginning of the year for which it checks all schedules.
+    With ``only_given``, it reads only ``config_files`` and ``overrides``. It also checks the
+    settings under the schedules that are in force in the year from ``now`` (seconds since the
+    epoch) on.
 
     Raises
     ------
@@ -123,12 +124,12 @@ def load_timetable(
     about: dict[str, Any] = {"files": tuple(read), "options": options, "origins": origins}
 
     def make(rules: tuple[int, ...]) -> BrokerSettings:
-        """Return the settings while these schedules are in force."""
+        """Return the settings while the schedules with the indices ``rules`` are in force."""
         new: dict[str, Any] = {}
         for index in rules:
             for name, value in base.schedules[index].values.items():
-                # The old value comes from ``chosen``, because the section may contain a change of
-                # the value (such as ``append``) instead of the value.
+                # Take the old value from ``chosen``. In ``merged`` it may be a change that
+                # traitlets has not made yet (such as ``append``).
                 new[name] = with_value(new.get(name, getattr(chosen, name)), value)
         config = Config({"GPUPool": {**merged.get("GPUPool", {}), **new}})
         found = wrong_values(config)
@@ -163,10 +164,10 @@ class _Places:
 
 
 def _note_origins(origins: dict[str, str], merged: Config, more: Config, origin: str) -> None:
-    """Note ``origin`` as the origin of each option that ``more`` changes.
+    """Store ``origin`` for each option whose value in ``more`` differs from that in ``merged``.
 
-    A server passes its whole configuration, also the values that it has read from files. If a file
-    has the same value, the file stays the origin.
+    A server passes its whole configuration, including the values that it has read from files. For
+    these values the file stays the origin.
     """
     before = merged.get("GPUPool", {})
     for name, value in more.get("GPUPool", {}).items():
@@ -205,8 +206,8 @@ def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
             found.append(Fault("there is no such option.", hint, name))
             continue
         try:
-            # This check uses a copy. A value such as ``c.GPUPool.admins.append(...)`` changes when
-            # it is read, and traitlets then no longer merges it with the values of other files.
+            # Check a copy of the value. A value such as ``c.GPUPool.admins.append(...)`` changes
+            # when traitlets reads it, and could no longer be merged with values of other files.
             GPUPool(config=Config({"GPUPool": {name: deepcopy(value)}}))
         except (TraitError, ValueError, TypeError) as error:
             example = f"Example: {options[name].metadata['example']}"
@@ -222,7 +223,7 @@ def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
 
 
 def _reason(name: str, value: Any, error: Exception) -> str:
-    """Return the error of this package's check, or a sentence that names the allowed values."""
+    """Return why ``value`` is refused: this package's own text, or else the allowed values."""
     option = GPUPool.class_traits()[name]
     text = str(error)
     if isinstance(error, TraitError) and " trait of " not in text:
@@ -261,13 +262,12 @@ def _read(path: Path, *, required: bool) -> Config | None:
     except Exception as error:
         text = f"The configuration file {path} cannot be read: {_one_line(error, path)}."
         raise WrongConfiguration([Fault(text, "Correct it; nothing was changed.")]) from error
-    # A file of another application may have any content, so only this package's sections are kept
-    # and checked.
+    # The file may also contain sections of other applications. Keep only this package's sections.
     return Config({name: value for name, value in config.items() if _meant(name)})
 
 
 def _meant(section: str) -> str:
-    """Return the section of this package that ``section`` names or misspells; "" if none."""
+    """Return which section of this package ``section`` means, even if misspelt; "" if none."""
     near = {name.lower(): name for name in _OURS}
     return near.get(nearest(section.replace("_", "").lower(), near, likeness=_LIKENESS), "")
 

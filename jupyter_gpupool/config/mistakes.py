@@ -30,7 +30,7 @@ class Fault:
     next_step: str = ""
     option: str = ""
     keys: tuple[OptionKey, ...] = ()
-    #: The file, or words for a place that is no file; "" if the origin is unknown.
+    #: Where the value comes from: a file, or a text such as "the command line"; "" if unknown.
     origin: str = ""
     line: int | None = None
 
@@ -51,18 +51,18 @@ class Fault:
         return f"{self.text} {self.next_step}".rstrip()
 
     def inside(self, *keys: OptionKey) -> Fault:
-        """Return this fault of a part of a value as a fault of the whole value.
+        """Return the fault with ``keys`` in front of its own keys.
 
-        ``keys`` lead from the whole value to the part.
+        The fault was found in a part of a value. ``keys`` lead from the whole value to this part.
         """
         return replace(self, keys=(*keys, *self.keys))
 
     def at(self, origins: Sequence[str]) -> Fault:
         """Return the fault with its file and line.
 
-        The file is the one in ``origins`` that contains the most of the fault's keys. If several
-        files contain equally many keys, the last of these files counts. If no file contains any of
-        the keys, the last of ``origins`` counts.
+        The function searches each file in ``origins`` for the fault's option and keys, and takes
+        the file that contains the most of them. If several files contain equally many, it takes the
+        last of these files. If no file contains any, it takes the last of ``origins``.
         """
         if self.origin or not origins:
             return self
@@ -77,7 +77,7 @@ class Fault:
 
 
 class WrongValue(ValueError):
-    """The value of an option has mistakes. The caller knows the option and adds its name."""
+    """The value of an option has mistakes. The caller adds the option's name to them."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = (*faults,)

@@ -73,9 +73,9 @@ def _option(
 ) -> _T:
     """Return ``trait`` as an option of the configuration.
 
-    ``read`` returns the value for the broker, or raises ``ValueError`` with a sentence. Without
-    ``read`` the broker uses the value unchanged. ``restart``: a running broker keeps the old value
-    until its restart.
+    ``read`` is a function that converts the admin's value to the value for the broker. It raises
+    ``ValueError`` with a sentence if the value is wrong. Without ``read``, the broker uses the
+    value unchanged. If ``restart``, a running broker keeps the old value until its restart.
     """
     trait.help = f"{what}\n\nUnit: {unit}. Default: {default}. Example: c.GPUPool.{example}"
     trait.tag(
@@ -100,7 +100,7 @@ def _choice(policy: Any, what: str, *, example: str, trait: Any = Enum) -> Any:
 
 
 class _Overuse(Enum):  # type: ignore[type-arg]
-    """The policies for overuse. For a policy of earlier versions, the error explains the change."""
+    """A choice of policies for overuse, which explains why the old policy "suspend" is refused."""
 
     def validate(self, obj: Any, value: Any) -> Any:
         """Return ``value``; for an old value, raise an error that names its replacement."""
@@ -113,7 +113,7 @@ class _Overuse(Enum):  # type: ignore[type-arg]
 
 
 class GPUPool(Configurable):
-    """Everything an admin may decide about a GPU pool; read by the broker, never by kernels."""
+    """The options by which an admin configures a GPU pool. Kernels do not read them."""
 
     devices = _option(
         List(AnyTrait(), default_value=None, allow_none=True),
@@ -642,8 +642,8 @@ class GPUPool(Configurable):
 
     @validate(*[name for name, trait in vars().items() if _reader(trait)])
     def _check_one(self, proposal: Mapping[str, Any]) -> Any:
-        # This check refuses a bad value. It returns the admin's text and not the value that it has
-        # read, because ``settings`` reads the text again later.
+        # Refuse a value that the option's reader refuses. Return the admin's value unchanged, and
+        # not the result of the reader, because ``settings`` calls the reader again later.
         try:
             proposal["trait"].metadata["read"](proposal["value"])
         except ValueError as error:
@@ -693,7 +693,7 @@ class GPUPool(Configurable):
         return BrokerSettings(pool=PoolSettings(**pool), notes=tuple(notes), **values)
 
     def chosen(self) -> dict[str, Any]:
-        """Return the options whose values differ from their defaults, as JSON values."""
+        """Return the options that are not at their defaults: by name, the value as a JSON value."""
         found = {}
         for name, trait in self.class_traits(config=True).items():
             value = getattr(self, name)
@@ -734,10 +734,11 @@ class GPUPool(Configurable):
                 faults.append(Fault(text, hint, "classes_allowed", (index,)))
 
     def _check_sizes(self, faults: list[Fault]) -> None:
-        """Add a fault if a limit is below the memory, or one of the two is above the maximum.
+        """Add a fault if ``default_memory`` or ``default_limit`` is too large or too small.
 
-        The maximum is ``max_memory_per_kernel``. Without ``default_limit``, only the memory is
-        checked, because each kernel's limit is then at most the maximum.
+        Neither may be above ``max_memory_per_kernel``, and the limit may not be below the memory.
+        If ``default_limit`` is None, it needs no check: each kernel's limit is at most
+        ``max_memory_per_kernel``.
         """
         memory, limit, most = self.default_memory, self.default_limit, self.max_memory_per_kernel
         if limit is not None and limit < memory:
@@ -774,12 +775,15 @@ class GPUPool(Configurable):
 
 
 def _plain(value: Any) -> str:
-    """Return the JSON text for a value. The text for a function is the same in every process."""
+    """Return a text in place of a value that JSON cannot represent.
+
+    For a function the text is its name, which is the same in every process.
+    """
     return f"function {value.__qualname__}" if hasattr(value, "__qualname__") else str(value)
 
 
 def needs_restart(old: BrokerSettings, new: BrokerSettings) -> tuple[str, ...]:
-    """Return the options that differ and need a restart of the broker."""
+    """Return the options that differ between ``old`` and ``new`` and need a broker's restart."""
     return tuple(name for name in fixed_options() if getattr(old, name) != getattr(new, name))
 
 

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Finds the line of a configuration file on which a value is written, in its syntax tree.
+"""Finds the line of a configuration file on which a value is written.
 
-It executes no code of the file. If the file computes the value, the result is the line of the
-assignment, or of the innermost key that is written in the file.
+The module reads the file's syntax tree and executes no code of the file. If the file computes the
+value, the result is the line of the assignment, or of the innermost key that is written in the
+file.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import ast
 from pathlib import Path
 from typing import Iterator, Mapping, Sequence
 
-#: A place in the file: how many of the names of :func:`line_of` match there, and its line.
+#: A place in the file: how many of the names in :func:`line_of` lead to it, and its line.
 _DepthAndLine = tuple[int, int | None]
 
 
 def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
-    """Return how many of ``names`` the file ``path`` contains, and the line of the last of these.
+    """Return how far ``names`` lead in the file ``path``, and the line that they lead to.
 
-    ``names`` are the section (``"GPUPool"``), the option, and keys inside its value. The result is
+    ``names`` are the section (``"GPUPool"``), the option, and keys inside its value. The first
+    result is the number of names, from the first on, that the file contains. The result is
     (0, None) if the file does not have the section or cannot be read.
     """
     try:
@@ -41,8 +43,8 @@ def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
     best: _DepthAndLine = (0, None)
     for node in ast.walk(tree):
         for found in _in_statement(node, names, variables):
-            # If an option is assigned twice, the later line counts, but ast.walk may visit that
-            # line first.
+            # If the file assigns an option twice, the later line counts. Compare the lines, because
+            # ast.walk does not visit them in order.
             if found[0] > best[0] or (found[0] == best[0] and (found[1] or 0) > (best[1] or 0)):
                 best = found
     return best
@@ -51,7 +53,10 @@ def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
 def _in_statement(
     node: ast.AST, names: Sequence[str | int], variables: Mapping[str, ast.expr]
 ) -> Iterator[_DepthAndLine]:
-    """Yield the places in an assignment, or in a call such as ``c.GPUPool.quotas.update({})``."""
+    """Yield the places to which ``names`` lead in an assignment or in a call.
+
+    An example of a call is ``c.GPUPool.quotas.update({})``.
+    """
     if isinstance(node, ast.Assign):
         for target in node.targets:
             chain = _chain(target)
@@ -94,7 +99,7 @@ def _descend(
     variables: Mapping[str, ast.expr],
     here: _DepthAndLine,
 ) -> _DepthAndLine:
-    """Return how many of ``names`` exist inside ``node``, and the line of the last of these."""
+    """Return the place to which ``names`` lead from ``node``, which is at the place ``here``."""
     for _ in range(len(variables) + 1):
         if not isinstance(node, ast.Name) or node.id not in variables:
             break

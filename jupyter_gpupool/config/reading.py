@@ -27,35 +27,40 @@ from .mistakes import Fault, WrongValue
 #: A function that returns the Hub groups of the user with a given name.
 HubGroups = Callable[[str], Iterable[str]]
 
-#: Keys of the option ``quotas`` whose names differ from the fields of :class:`Quota`.
+#: For each key of the option ``quotas`` that differs from its field in :class:`Quota`: the field.
 _QUOTA_FIELDS = {"gpu_seconds_per_day": "daily"}
 QUOTA_KEYS = tuple(
     {field: key for key, field in _QUOTA_FIELDS.items()}.get(f.name, f.name) for f in fields(Quota)
 )
 
-#: A reserve that is given as a share is at least LEAST_RESERVE bytes, or a fourth of the limit if
-#: that is less.
+#: If the admin writes the reserve as a share of a limit, the reserve is at least LEAST_RESERVE
+#: bytes, or at least a quarter of the limit (limit // MOST_RESERVE_PART) if the quarter is less.
 LEAST_RESERVE, MOST_RESERVE_PART = 1 << 30, 4
 
 
-#: The most folders of ``cluster_data``, and the most characters of each. There is a limit because
-#: each report of a machine contains all of them.
+#: The maximum number of folders in ``cluster_data``, and the maximum number of characters of each
+#: path. Both are limited because each report of a machine to the cluster contains all paths.
 MOST_FOLDERS, MOST_PATH = 8, 200
 
 
 @dataclass(frozen=True, slots=True)
 class HostReserve:
-    """The host memory that a suspend leaves free: a share of each limit, or a fixed size."""
+    """The host memory that suspends must leave free: ``size`` bytes, or a share of each limit.
+
+    ``share`` counts only if ``size`` is None.
+    """
 
     share: float = 0.1
     size: int | None = None
 
     def of(self, limit: int, *, machine: bool) -> int:
-        """Return how many bytes of a machine's or control group's ``limit`` stay free.
+        """Return how many bytes of ``limit`` must stay free.
 
-        A share above 0 leaves at least 1 GiB free, or a quarter of the limit if that is less. In a
-        control group, a fixed size above a quarter of the limit is reduced to this quarter. So a
-        small control group still has room for suspended state.
+        ``limit`` is the memory of the machine, or the memory limit of a control group.
+
+        - Share above 0: the result is at least 1 GiB, or a quarter of ``limit`` if that is less.
+        - Fixed size: in a control group, the result is at most a quarter of ``limit``. So a small
+          control group still has room for suspended state.
         """
         scaled = limit // MOST_RESERVE_PART
         if self.size is not None:
@@ -69,7 +74,7 @@ class HostReserve:
 class _Quantity(TraitType[Any, Any]):
     """A trait whose value is a number, or text with a unit.
 
-    ``zero`` says whether 0 is allowed, ``least`` is the smallest value.
+    ``zero`` says whether the value 0 is allowed. Any other value must be at least ``least``.
     """
 
     what = ""
@@ -145,9 +150,9 @@ class Share(_Quantity):
 
 
 def read_quotas(value: Mapping[Any, Any]) -> dict[str, Quota]:
-    """Return ``c.GPUPool.quotas`` in the form for the broker.
+    """Return ``c.GPUPool.quotas`` as one :class:`Quota` for each user name.
 
-    It raises :class:`WrongValue` with every mistake.
+    If the option has mistakes, this function raises one :class:`WrongValue` that lists all of them.
     """
     quotas, faults = {}, []
     for owner, entry in value.items():
@@ -221,7 +226,7 @@ def read_preempt(value: Sequence[str]) -> frozenset[PreemptRule]:
 
 
 def read_unsuspendable_after(value: Sequence[Any]) -> tuple[float, float, float]:
-    """Return ``c.GPUPool.unsuspendable_after`` in seconds."""
+    """Return the three durations in ``c.GPUPool.unsuspendable_after``, in seconds."""
     if len(value) != 3:
         raise ValueError(
             "Write three durations: after how long the broker warns the user, asks the user to end "
@@ -286,7 +291,7 @@ def read_identity(value: Any) -> str:
 
 
 def read_host_memory(value: Any, total: int) -> int:
-    """Return ``c.GPUPool.host_memory`` in bytes; per cent means a part of ``total``."""
+    """Return ``c.GPUPool.host_memory`` in bytes; a percentage refers to ``total``."""
     if isinstance(value, str) and value.strip().endswith("%"):
         try:
             share = float(value.strip()[:-1])
@@ -338,7 +343,7 @@ def read_uid(value: Any) -> int:
 
 
 def read_folders(value: Sequence[str]) -> tuple[str, ...]:
-    """Return the absolute paths; refuse too many or too long paths for this machine's reports."""
+    """Return ``c.GPUPool.cluster_data`` as absolute paths; refuse too many or too long paths."""
     if len(value) > MOST_FOLDERS:
         raise ValueError(f"There are {len(value)} folders. Write at most {MOST_FOLDERS}.")
     found = tuple(os.path.normpath(read_path(one)) for one in value)
@@ -368,7 +373,7 @@ def read_path(value: str) -> Path:
 
 
 def read_program(value: str) -> str:
-    """Return the absolute path of a program; "" stays ""."""
+    """Return the absolute path of the program ``value``; "" if ``value`` is ""."""
     return str(read_path(value)) if value else ""
 
 

@@ -35,12 +35,15 @@ LOCALTIME = Path("/etc/localtime")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A rule, and the options that it sets, as the admin has written them."""
+    """A rule, and the values that options have while the rule is in force.
+
+    ``values`` is the dict that the admin has written under "set".
+    """
 
     rule: RuleTimes
-    #: For messages: the name of the rule's time zone, and its days and hours as written by the
-    #: admin.
+    #: The name of the rule's time zone, for messages.
     zone: str
+    #: The rule's days and hours as the admin has written them, for messages.
     written: str
     values: Mapping[str, Any]
 
@@ -51,12 +54,13 @@ class Schedule:
 
 
 def read_schedules(value: Sequence[Any]) -> tuple[Schedule, ...]:
-    """Return the schedules in ``c.GPUPool.schedules``, without a check of what they set.
+    """Return the schedules in ``c.GPUPool.schedules``; :func:`wrong_settings` checks their values.
 
     Raises
     ------
     WrongValue
-        With every mistake, each with the keys that lead to it.
+        If a schedule has a mistake. The error lists all mistakes. Each mistake has the keys that
+        lead to the wrong value.
     """
     faults: list[Fault] = []
     found: list[Schedule] = []
@@ -125,7 +129,7 @@ def _read_set(value: Any) -> Mapping[str, Any]:
 
 
 def _parts(value: Any, what: str) -> list[str]:
-    """Return the items of a list, or of a text with commas."""
+    """Return the texts in ``value``: a list of texts, or one text with commas between them."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not parts:
         raise ValueError(f"{value!r} is not {what}")
@@ -221,7 +225,10 @@ def machine_zone() -> tuple[tzinfo, str]:
 
 
 def with_value(old: Any, new: Any) -> Any:
-    """Return the value of an option after a schedule sets ``new``. Dicts are merged key by key."""
+    """Return the value of an option that is ``old`` before a schedule sets ``new``.
+
+    If both values are dicts, they are merged key by key. Otherwise the result is ``new``.
+    """
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
     return {**old, **{key: with_value(old.get(key), value) for key, value in new.items()}}
@@ -230,7 +237,7 @@ def with_value(old: Any, new: Any) -> Any:
 def wrong_settings(
     schedules: Sequence[Schedule], known: Iterable[str], fixed: Iterable[str], groups: Iterable[str]
 ) -> list[Fault]:
-    """Return a fault for each value that a schedule sets but is not allowed to set.
+    """Return a fault for each option, group or key of a group that a schedule must not set.
 
     ``known`` are the names of all options, ``fixed`` the options that need a restart of the broker,
     and ``groups`` the names of all groups.

@@ -14,7 +14,7 @@ from .grouping import Members
 from .reading import HostReserve, HubGroups
 from .schedules import Schedule
 
-#: The value of ``c.GPUPool.emulate`` if no configuration sets it.
+#: The environment variable that has the value of ``c.GPUPool.emulate`` if no configuration sets it.
 EMULATE_VARIABLE = "GPUPOOL_EMULATE"
 
 ForeignPolicy = Literal["count", "report", "end"]
@@ -32,7 +32,7 @@ class BrokerSettings:
     """
 
     pool: PoolSettings
-    #: The configured policy; :func:`usable_attach` returns the policy that these devices allow.
+    #: The configured policy. :func:`usable_attach` returns the policy that takes effect.
     attach: AttachPolicy
     guard: bool
     allow_unguarded: bool
@@ -45,7 +45,8 @@ class BrokerSettings:
     devices: tuple[str, ...] | None
     #: The configured socket; "" means that :func:`jupyter_gpupool.endpoint.find_socket` decides.
     socket: str
-    #: The Python of the device processes; "" means that the broker searches for one.
+    #: The Python interpreter for the broker's child processes that use the driver; "" means that
+    #: the broker searches for an interpreter.
     device_python: str
     state_dir: Path
     journal_size: int
@@ -73,20 +74,23 @@ class BrokerSettings:
     members: Mapping[str, Members] = field(default_factory=dict)
     #: The function that returns a user's Hub groups; None means that no user is in a Hub group.
     hub_groups: HubGroups | None = None
-    #: Messages for the admin's log about settings without the effect that an admin expects.
+    #: Messages for the log. Each names a setting that does not have the effect that an admin
+    #: expects.
     notes: tuple[str, ...] = ()
     #: The configuration files that were read, lowest precedence first.
     files: tuple[Path, ...] = ()
-    #: The options that differ from their defaults, as JSON, and for each option the file or the
-    #: command that has set it.
+    #: The values of the options that differ from their defaults, as JSON values.
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: For each configured option: the file, command or environment variable that has set it.
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
 def usable_attach(
     policy: AttachPolicy, guarded: bool, reason: str = ""
 ) -> tuple[AttachPolicy, str]:
-    """Return the attach policy to use in place of ``policy``, and the reason if the two differ.
+    """Return the attach policy that takes effect if ``policy`` is requested, and a message.
+
+    The message says why the result differs from ``policy``; "" if it does not differ.
 
     Parameters
     ----------
@@ -95,7 +99,7 @@ def usable_attach(
     guarded:
         Whether a device of the pool has the tier "guarded".
     reason:
-        Why no device has this tier, as a sentence (``DeviceService.guard_problem``).
+        A sentence that says why no device has this tier (``DeviceService.guard_problem``).
     """
     if policy != "lazy" or guarded:
         return policy, ""
@@ -107,7 +111,7 @@ def usable_attach(
 
 
 def wrong_machine(text: str) -> str:
-    """Return why the driver cannot emulate the machine ``text``; "" if it can."""
+    """Return why the machine ``text`` cannot be emulated; "" if it can."""
     # The import is here, because most brokers do not need the emulator.
     from .. import emulation
 

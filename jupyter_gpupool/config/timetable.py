@@ -11,7 +11,7 @@ from .calendar import HORIZON, changes, in_force, next_change
 from .mistakes import Fault, OptionKey, WrongConfiguration
 from .settings import BrokerSettings
 
-#: The checks of the settings under all schedules cover this many seconds from now.
+#: The checks of the schedules cover the next YEAR seconds.
 YEAR = 366 * 86400.0
 
 #: The indices of the rules that are in force at the same time.
@@ -26,10 +26,10 @@ class Timetable:
     base:
         The settings while no rule is in force.
     make:
-        Returns the settings while the given rules are in force, or raises
-        :class:`WrongConfiguration`.
+        A function. It returns the settings that apply while the given rules are in force. If these
+        settings have mistakes, it raises :class:`WrongConfiguration`.
     place:
-        Returns a mistake with its file and line.
+        A function. It adds the file and the line to a mistake.
     """
 
     def __init__(
@@ -56,13 +56,17 @@ class Timetable:
         return self._made[rules]
 
     def next_change(self, now: float) -> tuple[int, Rules] | None:
-        """Return the time of the next change, and the rules in force after it; None if never."""
+        """Return when the rules in force change next, and the rules in force from then on.
+
+        The result is None if the rules in force never change.
+        """
         return next_change(self._rules, now)
 
     def classes_open(self, now: float) -> dict[str, float]:
-        """Return the time at which each priority class that is forbidden now may run again.
+        """Return, for each priority class that is forbidden now, when it is allowed again.
 
-        The result has no class that stays forbidden for all of :data:`~.calendar.HORIZON`.
+        If a class stays forbidden for the next :data:`~.calendar.HORIZON` seconds, the result does
+        not contain the class.
         """
         found: dict[str, float] = {}
         pool = self.under(self.rules(now)).pool
@@ -82,12 +86,12 @@ class Timetable:
         return tuple(self._rules[index].name for index in rules)
 
     def combinations(self, now: float) -> list[Rules]:
-        """Return each set of rules that is in force at some time of the next year.
+        """Return each set of rules that is in force at some time in the next year.
 
-        The set at ``now`` is the first.
+        The first set in the list is in force at ``now``.
         """
         day = now // 86400
-        # The sets are kept for a day, because changes() takes tens of milliseconds.
+        # changes() takes tens of milliseconds, so this method calls it only once a day.
         if self._combinations[0] != day:
             found = (rules for _, rules in changes(self._rules, now, now + YEAR))
             self._combinations = day, (*dict.fromkeys(found),)
@@ -96,11 +100,12 @@ class Timetable:
     def faults(
         self, now: float, check: Callable[[BrokerSettings], Sequence[Fault]] = lambda _: ()
     ) -> list[Fault]:
-        """Return the mistakes in all settings of the next year. Each mistake appears only once.
+        """Return all mistakes that the settings have at any time in the next year, each only once.
 
-        ``check`` finds further mistakes in settings. A mistake that also exists without schedules
-        keeps its place. Any other mistake gets the place of the last schedule that sets a part of
-        the value.
+        ``check`` returns the mistakes in given settings. If a mistake also exists without
+        schedules, it is reported at its own option. Any other mistake is reported at the schedule
+        that sets the wrong value. If several schedules set parts of the value, the schedule with
+        the longest path towards the value counts. Of schedules with equal paths, the last counts.
         """
         known = {(fault.option, fault.keys, fault.message): fault for fault in check(self.base)}
         for rules in filter(None, self.combinations(now)):
@@ -114,7 +119,11 @@ class Timetable:
         return [self.place(fault) for fault in known.values()]
 
     def overruled(self, now: float) -> list[str]:
-        """Return a sentence for each schedule with a value that has no effect for a year."""
+        """Return a sentence for each schedule that sets a value without effect.
+
+        A value has no effect if later schedules set the same value whenever this schedule is in
+        force in the next year.
+        """
         schedules, found = self.base.schedules, []
         combinations = self.combinations(now)
         for index, schedule in enumerate(schedules):
@@ -157,7 +166,7 @@ def _in_vain(name: str, options: Sequence[str], rivals: Sequence[str]) -> str:
 
 
 def _leaves(values: Mapping[Any, Any], above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of each value that a schedule sets."""
+    """Yield the path of each value that a schedule sets: the keys that lead to the value."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, (*above, key))
@@ -166,7 +175,7 @@ def _leaves(values: Mapping[Any, Any], above: tuple[Any, ...] = ()) -> Iterator[
 
 
 def _sets(values: Any, path: Sequence[Any]) -> bool:
-    """Return whether a schedule with ``values`` overrules the earlier schedules at ``path``."""
+    """Return whether a schedule with ``values`` sets the value at ``path``, a list of keys."""
     for key in path:
         if not isinstance(values, Mapping):
             return True  # the schedule replaces the whole dict
@@ -182,7 +191,7 @@ def _begun(fault: Fault) -> str:
 
 
 def _written(values: Mapping[str, Any], path: Sequence[OptionKey]) -> tuple[OptionKey, ...]:
-    """Return the longest beginning of ``path`` that exists in ``values``."""
+    """Return the first keys of ``path``, up to the first key that ``values`` does not contain."""
     found: list[OptionKey] = []
     at: Any = values
     for key in path:

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Checks whether groups contradict each other: parents, sizes, and users in several groups.
+"""Checks whether the groups in the configuration contradict each other.
 
-:func:`check_groups` finds the mistakes that the configuration alone shows, such as a cycle, or
-guarantees that add up to 110 %. :func:`check_sizes` also needs the sizes of the GPUs, for example
-to compare 3 devices with 200 GiB.
+:func:`check_groups` finds mistakes without the GPUs of a machine, such as a group that is its own
+parent, or guarantees that add up to 110 %. :func:`check_sizes` also needs the sizes of the GPUs,
+for example to compare a guarantee of 3 devices with a cap of 200 GiB.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .grouping import Groups, Members
 from .mistakes import Fault
 from .settings import BrokerSettings
 
-#: Rounding may add up to this many bytes to a sum, because a percentage of a machine is rarely a
-#: whole number of bytes.
+#: A sum of guarantees may exceed its limit by this many bytes. A percentage of a machine is rarely
+#: a whole number of bytes, so rounding can make a sum slightly too large.
 _ROUNDING = 1 << 20
 
 
 def check_groups(groups: Groups) -> list[Fault]:
-    """Return the faults in groups that do not depend on the GPUs of a machine."""
+    """Return the mistakes in groups that can be found without the GPUs of a machine."""
     tree = groups.tree
     faults = _wrong_parents(tree) or [
         fault for scale in _AS_WRITTEN for fault in _wrong_sizes(tree, scale)
@@ -68,7 +68,7 @@ def _wrong_parents(tree: Mapping[str, Group]) -> list[Fault]:
 
 
 def _order(members: Mapping[str, Members]) -> Iterator[Fault]:
-    """Yield a fault for each user, Unix group or Hub group in two groups of equal ``order``."""
+    """Yield a fault if two groups with equal ``order`` list the same user, Unix or Hub group."""
     ways: list[tuple[str, str, Callable[[Members], Sequence[str]]]] = [
         ("users", "The user {} is", lambda rule: rule.users),
         ("unix_groups", "The Unix group {} is", lambda rule: rule.unix_groups),
@@ -97,7 +97,7 @@ def children(tree: Mapping[str, Group], parent: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """How to compare portions.
+    """A unit in which portions are compared: per cent, devices or bytes.
 
     ``size`` returns the size of a portion in the unit of this scale; None if the portion has no
     size in this unit. ``text`` returns a size as text.
@@ -122,8 +122,8 @@ _AS_WRITTEN = (
 def check_machine(settings: BrokerSettings, capacities: Sequence[int]) -> list[Fault]:
     """Return the mistakes in guarantees and caps on a machine with these GPUs.
 
-    In a cluster, sizes in bytes are for all machines together, so this function does not check
-    them.
+    In a cluster, a size in bytes applies to all machines together. So this function checks sizes in
+    bytes only if the machine is in no cluster.
     """
     if not any(capacities):
         return []
@@ -143,7 +143,10 @@ def _of_one_machine(portion: Portion | None) -> Portion | None:
 
 
 def check_sizes(tree: Mapping[str, Group], capacities: Sequence[int]) -> list[Fault]:
-    """Return the faults in guarantees and caps for GPUs with ``capacities`` bytes to grant."""
+    """Return the faults in guarantees and caps on a machine.
+
+    ``capacities`` has the bytes of each GPU that the pool can grant.
+    """
     scale = _Scale(
         lambda portion: float(portion.of(capacities)),
         lambda size: format_bytes(int(size)),
@@ -159,15 +162,15 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
         return None if portion is None else scale.size(portion)
 
     def needs(name: str) -> float:
-        """Return the guarantee of a group; without one, the sum of the guarantees inside it."""
+        """Return the guarantee of a group; if it has none, the sum for the groups inside it."""
         own = size(tree[name].guarantee)
         return own if own is not None else sum(map(needs, children(tree, name)))
 
     def more(a: float | None, b: float | None) -> bool:
         return a is not None and b is not None and a > b + scale.tolerance
 
-    #: Groups that contain a group whose guarantee is above a cap. That fault is already reported,
-    #: so the sums in these groups are not checked.
+    #: If a group's guarantee exceeds the cap of an outer group, all outer groups of the group are
+    #: in this set. The fault is already reported, so the sums in these groups are not checked.
     refused: set[str] = set()
     for name, group in tree.items():
         guarantee, cap = size(group.guarantee), size(group.cap)
@@ -251,7 +254,7 @@ def written(portion: Portion) -> str:
 
 
 def _said(portion: Portion | None, scale: _Scale) -> str:
-    """Return a portion as written, and also its size if the text of the size is different."""
+    """Return the text of a portion; add its size if that is another text: ``"40% (32 GiB)"``."""
     assert portion is not None
     size = scale.size(portion)
     text, shown = written(portion), "" if size is None else scale.text(size)

@@ -3,8 +3,8 @@
 """The files that every container gets. They are made once, then linked into each user's folder.
 
 The links are hard links, so the files of a thousand users need no more memory than those of one
-user. A rename replaces each file, so a starting kernel finds either the old file or the new file,
-never a part of one.
+user. To replace a file, this module renames a new file to its path. So a starting kernel finds
+either the old file or the new file, and both are complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Iterator, Mapping
 
 from ..guard.install import FOLDER, LIBRARIES, library
 
-#: The name of the folder with these files, beside the socket.
+#: The name of the folder with these files. The folder is in the same folder as the socket.
 NAME = "inside"
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -32,25 +32,25 @@ _KERNEL = Path("share/jupyter/kernels/gpupool-python3/kernel.json")
 class Content:
     """The files for the containers of a broker.
 
-    ``socket``: the path of the broker's socket, which is the same path in the containers.
-    ``emulated``: the folder of the emulated driver's libraries, if the GPUs are emulated.
+    ``socket`` is the path of the broker's socket, on the machine and in the containers.
+    ``emulated`` is the folder of the emulated driver's libraries, if the GPUs are emulated.
     """
 
     def __init__(self, socket: Path, emulated: Path | None = None) -> None:
         self._emulated = emulated
         #: The folder of the files in a container.
         self.folder = socket.parent / NAME
-        #: In a container: the folder with the guard's libraries, and the folder with the emulated
-        #: driver's libraries.
+        #: ``guard``: the folder of the guard's libraries in a container. ``driver``: the folder of
+        #: the emulated driver's libraries in a container.
         self.guard, self.driver = self.folder / FOLDER, self.folder / "emulated"
 
     def environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return a kernel's variables for a container, with the emulated driver's folder."""
+        """Return ``environment``, with the path of the emulated driver if the GPUs are emulated."""
         paths = {"LD_LIBRARY_PATH": str(self.driver)} if self._emulated is not None else {}
         return {**environment, **paths}
 
     def make(self, folder: Path) -> None:
-        """Make all files in ``folder``, or replace those that differ.
+        """Put all files into ``folder``; a file that is already right stays.
 
         Raises
         ------
@@ -73,7 +73,7 @@ class Content:
                         new.symlink_to(Path("..", to))
 
     def link(self, made: Path, folder: Path) -> None:
-        """Link the files in ``made`` into ``folder``; :meth:`make` has made these files.
+        """Link all files of the folder ``made``, which :meth:`make` has filled, into ``folder``.
 
         Raises
         ------
@@ -139,7 +139,7 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def _instead_of(path: Path) -> Iterator[Path]:
-    """Yield a path for a new file, and then replace ``path`` by this file."""
+    """Yield a path for a new file. After the ``with`` block, the new file replaces ``path``."""
     for folder in [*reversed(path.parents)]:
         if not folder.exists():
             folder.mkdir()

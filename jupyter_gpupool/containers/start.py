@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Starts a Pooled GPU kernel in a container, whose image need not have this package.
+"""Starts a Pooled GPU kernel in a container. This package may be missing in the image.
 
-This program runs with every Python and every C library. If an image cannot load the guard, the
-kernel starts without a GPU, and prints one line that says why.
+This program must work with every version of Python and with every C library. If an image cannot
+load the guard, the kernel starts without a GPU, and this program prints the reason in one line.
 """
 
 import os
@@ -14,7 +14,7 @@ PYTHON = (3, 10)
 
 
 def problem(library: str) -> str:
-    """Return why this image cannot use the guard ``library``; "" if it can."""
+    """Return why this image cannot load the guard from the file ``library``; "" if it can."""
     if sys.version_info < PYTHON:
         return "Pooled GPU kernels need Python {}.{} or newer, and this image has {}.{}".format(
             *PYTHON, *sys.version_info[:2]

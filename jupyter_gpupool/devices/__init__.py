@@ -5,12 +5,14 @@
 ======================  ========================================================================
 ``backend``             the Protocol: what the broker needs of a vendor's GPUs
 ``model``               the results: samples and outcomes, frozen values
-``children``, ``child``   child processes for vendor libraries: the parent's side, the child's side
+``children``            child processes for vendor libraries: the code in the parent
+``child``               the start script that runs in each child process
 ``nvidia``              NVIDIA's GPUs
 ======================  ========================================================================
 
-The rest of the product imports from this package only, and from none of its modules. Only this
-module chooses a vendor: a further vendor needs a folder beside ``nvidia``, and a choice here.
+The rest of the product imports names from this package, and never from a module of the package.
+Only this module chooses the vendor. To add a vendor, add a folder beside ``nvidia``, and choose the
+folder in this module.
 """
 
 from . import nvidia as vendor

@@ -2,16 +2,18 @@
 # Distributed under the terms of the Modified BSD License.
 """The Protocol that a vendor's code implements: all that the broker needs from the vendor's GPUs.
 
-A vendor is one folder here, such as ``nvidia``, with an ``open_devices(options)`` that returns
-:class:`Devices`; ``devices/__init__.py`` chooses the vendor. Devices are named by UUID, sizes are
-bytes, durations are seconds. Processes are named by :class:`~jupyter_gpupool.procfs.ProcessId`.
+Each vendor has its own folder in this package, such as ``nvidia``. The folder has a function
+``open_devices(options)`` that returns :class:`Devices`. ``devices/__init__.py`` chooses the vendor.
+A device is named by its UUID, a process by its :class:`~jupyter_gpupool.procfs.ProcessId`. Sizes
+are in bytes, durations in seconds.
 
-**Blocking.** The broker awaits the ``async`` methods on its event loop: they wait for a driver in
-other processes, or in threads, never in the loop's own thread. Plain methods and properties answer
-at once from memory, except :meth:`Devices.holders`, which the broker calls in a thread.
+**Blocking.** The broker awaits the ``async`` methods on its event loop. These methods call the
+driver in other processes or in threads, so they never block the loop. Plain methods and properties
+answer at once from memory. The exception is :meth:`Devices.holders`: the broker calls it in a
+thread.
 
 **Cancelling.** A driver call cannot be cancelled. A cancelled caller stops waiting, but the
-operation continues to its end; the next operation on the same device waits for that end.
+operation continues. The next operation on the same device waits until this operation has ended.
 
 **Errors.** An operation on a session returns its result as a value with a status. ``DriverError``
 means that the call itself failed; its code is ``no-driver``, ``no-device``, ``unknown-device``,
@@ -37,30 +39,32 @@ def _nothing(*_: str) -> None:
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """Options for opening a vendor's devices; a vendor ignores options that do not concern it."""
+    """The options for ``open_devices``. A vendor ignores the options that it does not need."""
 
     log: logging.Logger
-    #: The whole environment of child processes; it decides which driver library they load. None:
-    #: the broker's environment.
+    #: All environment variables of the child processes. They decide which driver library a child
+    #: process loads. None means the environment of the broker.
     env: Mapping[str, str] | None = None
     #: Environment variables in which a batch system or an admin lists the GPUs of this user.
     given: Mapping[str, str] = field(default_factory=dict)
-    #: ``c.GPUPool.devices``: indices or beginnings of UUIDs; None: all GPUs that this user was
-    #: given.
+    #: The value of ``c.GPUPool.devices``: the GPUs to use, as indices or beginnings of UUIDs. None
+    #: means all GPUs that the variables in ``given`` allow.
     wanted: Sequence[str] | None = None
     #: Seconds that a suspend waits for a session's submitted work to finish before it gives up.
     lock_timeout: float = 5.0
     #: Whether sessions run under the guard, if the vendor has one.
     guard: bool = False
-    #: ``c.GPUPool.device_python``: the interpreter of child processes; "": the vendor's choice.
+    #: The value of ``c.GPUPool.device_python``: the Python interpreter of the child processes. ""
+    #: means that the vendor's code chooses the interpreter.
     python: str = ""
     #: :attr:`Devices.memo` of the previous broker; "" if there was none.
     memo: str = ""
-    #: Prefix of the paths of the GPUs' device files; "": the vendor's usual one.
+    #: Prefix of the paths of the GPUs' device files; "" means the vendor's usual prefix.
     files: str = ""
-    #: The file with the version of the loaded kernel driver; None: the vendor's usual one.
+    #: The file with the version of the loaded kernel driver; None means the vendor's usual file.
     version_file: Path | None = None
-    #: Called with a device's UUID and a reason, once for each failure of a device.
+    #: A function that the vendor's code calls once for each failure of a device, with the device's
+    #: UUID and the reason.
     on_lost: Callable[[str, str], None] = _nothing
 
 
@@ -69,11 +73,11 @@ class Devices(Protocol):
 
     @property
     def problem(self) -> str:
-        """Why there is no usable device, in sentences; "" if there is one."""
+        """Sentences that say why the pool has no usable device; "" if it has one."""
 
     @property
     def limit(self) -> str:
-        """Why some of the machine's GPUs are not in the pool, in sentences; "" if all are."""
+        """Sentences that say why some of the machine's GPUs are not in the pool; "" if all are."""
 
     @property
     def versions(self) -> str:
@@ -85,16 +89,16 @@ class Devices(Protocol):
 
     @property
     def memo(self) -> str:
-        """Text from the vendor's code that the broker keeps for the next broker on this machine."""
+        """A text of the vendor's code. The broker saves it for the next broker on this machine."""
 
     @property
     def guard(self) -> GuardedDevices | None:
         """The functions that guarded kernels need; None if the vendor has no guard.
 
-        Without a guard, no device has the tier "guarded". A kernel attaches before a cell or on
-        ``%gpu attach`` instead of at its first device call, and is idle between cells. Nothing
-        limits the kernel's allocations. The broker can only compare the memory in a later sample
-        with the kernel's grant.
+        Without a guard, no device has the tier "guarded". A kernel cannot attach at its first
+        device call. Instead it attaches before a cell or on ``%gpu attach``, and between cells it
+        counts as idle. Nothing limits the kernel's allocations. The broker can only compare the
+        memory in a later sample with the kernel's grant.
         """
 
     # ------------------------------------------------------------------ discover and test
@@ -103,8 +107,8 @@ class Devices(Protocol):
         """Find the devices, test each, and return them; return [] if there is no device.
 
         If the list is empty, :attr:`problem` says why. ``known`` are devices that an earlier broker
-        has tested. This method does not test them again, because that broker's sessions may use
-        them, and a test takes memory.
+        has tested. Sessions of the earlier broker may still use these devices, and a test takes
+        memory. So this method does not test the devices again.
 
         Raises
         ------
@@ -121,22 +125,24 @@ class Devices(Protocol):
     # ------------------------------------------------------------------ look
 
     async def sample(self) -> list[DeviceSample]:
-        """Return one sample for each device; if a device cannot be read, its sample is ``lost``.
+        """Return one sample for each device.
+
+        If a device cannot be read, the attribute ``lost`` of its sample has the reason.
 
         Raises
         ------
         DriverError
-            If no answer comes within the time-out. The next call tries again.
+            If the driver does not answer within the time-out. The next call tries again.
         """
 
     def context_bytes(self, uuid: str) -> int:
         """Return the bytes that the first context of a process takes on a device."""
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
-        """Return environment variables for a new program, which then sees only these devices.
+        """Return the environment variables that make a new program see only these devices.
 
-        The program sees them in this order. The variables also make frameworks use only memory
-        that the driver can suspend.
+        The program sees the devices in the order of ``devices``. The variables also tell frameworks
+        to use only memory that the driver can suspend.
         """
 
     # ------------------------------------------------------------------ move the state of a session
@@ -149,13 +155,15 @@ class Devices(Protocol):
         session: str,
         on_kept: Callable[[str], None] = _nothing,
     ) -> SuspendOutcome:
-        """Move the device state of all processes of a session to host memory, or of none.
+        """Suspend a session: move the device state of all its processes to host memory.
 
         The session's processes are ``root``, its descendants, and processes of the same user with
-        ``GPUPOOL_SESSION=session`` in their environment. ``devices`` are the devices of its lease.
+        ``GPUPOOL_SESSION=session`` in their environment. ``devices`` are the devices of the
+        session's lease.
 
-        If the driver refuses, the operation undoes all of its steps. If the undo does not succeed
-        at once, the operation continues until it does, and calls ``on_kept`` once with the reason.
+        If the driver refuses to suspend a process, the operation undoes all of its steps, so that
+        all processes run again. If the undo fails at first, the operation retries the undo until it
+        succeeds, and calls ``on_kept`` once with the reason.
         """
 
     async def resume(
@@ -168,18 +176,18 @@ class Devices(Protocol):
         need: Mapping[str, int],
         known: Sequence[ProcessId] = (),
     ) -> ResumeOutcome:
-        """Move a suspended session's state back: from ``origin[i]`` to ``devices[i]``.
+        """Resume a session: move the state of its old device ``origin[i]`` to ``devices[i]``.
 
-        ``need`` is the free memory that the resume needs, by device. If less memory is free, the
-        resume does not begin. The broker has reserved this memory. ``known`` are the processes of
-        the session's last suspend.
+        ``need`` has the bytes that must be free on each device. The broker has reserved them. If
+        fewer bytes are free, the resume does not begin. ``known`` are the processes that the
+        session's last suspend has suspended.
         """
 
     async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
         """Return the driver's state of a session: the worst state of its processes."""
 
     async def unlock(self, root: ProcessId, *, session: str) -> None:
-        """Let a session run again after the broker died during a suspend.
+        """Unlock the processes of a session that an earlier broker, when it died, left locked.
 
         Raises
         ------
@@ -191,27 +199,32 @@ class Devices(Protocol):
 
     @property
     def down(self) -> str:
-        """Why every call fails: the reason given to :meth:`stand_down`; "" if calls work."""
+        """The reason why every call fails, as given to :meth:`stand_down`; "" if calls work."""
 
     @property
     def renewed(self) -> frozenset[str]:
         """The devices that the last :meth:`renew` has tested."""
 
     async def assume(self, known: Mapping[str, Device], reason: str) -> list[Device]:
-        """Start without a call of the driver, and stand down at once; replaces :meth:`start`.
+        """Start with the devices that an earlier broker found, without calling the driver.
 
-        ``known`` are the devices that an earlier broker found; this method returns them.
+        The broker calls this method instead of :meth:`start` if the driver must not be used now.
+        The result is the state after :meth:`stand_down` of the whole driver. The method returns the
+        devices in ``known``.
         """
 
     async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
-        """Release devices (None: the whole driver), once operations on them have ended.
+        """Wait for the operations on devices, then release the devices (None: the whole driver).
 
-        After that, the broker and its children have no file of these devices open. Calls that need
-        these devices raise DriverError with the code ``paused`` and ``reason`` until :meth:`renew`.
+        The broker and its children then have no file of these devices open. Until :meth:`renew`, a
+        call that needs one of these devices raises DriverError with the code ``paused`` and with
+        ``reason``.
         """
 
     async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
-        """Find the devices again, test ``uuids`` (None: all) and new devices; return all devices.
+        """Find the devices again, and test ``uuids`` (None: all) and the new devices.
+
+        Return all devices.
 
         Raises
         ------
@@ -229,43 +242,47 @@ class Devices(Protocol):
         """
 
     def is_aside(self, uuid: str) -> bool:
-        """Return whether a :meth:`stand_down` that names this device has released the device.
+        """Return whether the device is set aside: a :meth:`stand_down` has named the device.
 
-        A :meth:`stand_down` of the whole driver does not count. After :meth:`renew` this method
-        returns False.
+        After a :meth:`stand_down` of the whole driver, the result is False for each device that no
+        :meth:`stand_down` has named. After :meth:`renew` of the device, the result is False.
         """
 
     def has_file(self, uuid: str) -> bool:
-        """Return whether the device has its own device file, which :meth:`holders` looks for.
+        """Return whether the device has its own device file, so that :meth:`holders` accepts it.
 
-        A part of a device, such as a MIG instance, shares the file of the whole device.
+        A part of a GPU, such as a MIG instance, has no file of its own.
         """
 
     def holders(self, uuid: str = "") -> tuple[list[FileHolder], int]:
         """Return the processes with a device file open, and the number of unreadable processes.
 
-        This method looks for the file of one device, or of any device (""). It blocks, because it
-        reads ``/proc`` of the whole machine.
+        ``uuid`` names the device whose file counts. If ``uuid`` is "", the file of every device
+        counts. This method blocks, because it reads ``/proc`` of the whole machine.
         """
 
     async def close(self, grace: float = 10.0) -> None:
-        """Wait at most ``grace`` seconds for operations under way, then end all child processes."""
+        """Wait at most ``grace`` seconds for running operations, then end all child processes."""
 
 
 class GuardedDevices(Devices, Protocol):
     """Further functions of the devices, for kernels under the guard.
 
     A guarded process may initialise the driver before its session has a lease. The driver binds the
-    process to the devices that it sees at that moment. When the session gets a lease, the process
-    *lands*: the broker moves only this process to the devices of the lease.
+    process to the devices that the process sees at that moment. When the session gets a lease, the
+    process *lands*: the broker moves only this process to the devices of the lease.
     """
 
     @property
     def guard_problem(self) -> str:
-        """Why no device has the tier "guarded", in sentences; "" if one has."""
+        """Sentences that say why no device has the tier "guarded"; "" if a device has this tier."""
 
     def moves(self, devices: Sequence[str], origin: Sequence[str]) -> Mapping[str, str]:
-        """Return the target of each visible device in a resume from ``origin`` to ``devices``."""
+        """Return, for each GPU of the machine, the GPU that replaces it in a resume.
+
+        The resume moves the state of ``origin[i]`` to ``devices[i]``. The result is empty if no
+        device changes.
+        """
 
     async def land(
         self,
@@ -277,28 +294,29 @@ class GuardedDevices(Devices, Protocol):
         need: Mapping[str, int],
         restoring: Callable[[], None],
     ) -> ResumeOutcome:
-        """Move one process from ``origin[i]`` to ``devices[i]``: a suspend and a resume.
+        """Suspend one process on its devices ``origin[i]``, and resume it on ``devices[i]``.
 
-        The method calls ``restoring`` after the suspend and before the resume. After a refusal the
-        process continues to run on its old devices.
+        The method calls ``restoring`` after the suspend and before the resume. If the driver
+        refuses, the process continues to run on its old devices.
         """
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
-        """Let a process continue after the broker died while it moved the process (the landing).
+        """Let a process continue, after an earlier broker died during the landing of the process.
 
         Return the driver's state before the call, and why the process does not run ("" if it runs).
         """
 
 
-#: Opens a vendor's devices. It does not look for devices yet, and does not touch the driver.
+#: A function that returns a vendor's :class:`Devices`. It does not call the driver, and does not
+#: search for devices: :meth:`Devices.start` does both.
 OpenDevices = Callable[[DeviceOptions], Devices]
 
 
 def named(machine: Mapping[str, int], wanted: Sequence[str], limit: str = "") -> list[str]:
     """Return the devices that ``c.GPUPool.devices`` names, in the order of that option.
 
-    ``machine`` maps each device's UUID to its index; ``limit`` is the reason why some devices are
-    missing.
+    ``machine`` maps each device's UUID to its index. ``limit`` is a sentence for the error message:
+    it says why ``machine`` does not contain all GPUs.
 
     Raises
     ------

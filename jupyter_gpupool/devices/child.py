@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """The start script of every child process: ``PYTHON .../devices/child.py MODULE ARGUMENT...``.
 
-It runs ``MODULE`` (such as ``jupyter_gpupool.devices.nvidia.child_programs``) in any Python, even
-if this package is not installed there. The script imports this package from the folder of this
-file, and imports no other package that is installed beside it. A vendor's packages come from the
-interpreter's own environment.
+The script runs ``MODULE`` (such as ``jupyter_gpupool.devices.nvidia.child_programs``) with any
+Python interpreter, even if this package is not installed for that interpreter. The script loads
+this package, and only this package, from the folders above this file. All other packages, such as
+the vendor's, come from the interpreter's own environment.
 """
 
 import runpy
@@ -20,19 +20,19 @@ SCRIPT = Path(__file__).resolve()
 def main() -> None:
     """Import this package from this file's folder, and run the program."""
     folder = SCRIPT.parent
-    # Python puts a script's folder first in sys.path, where our modules would hide other modules of
-    # the same name.
+    # Python puts the folder of the script first in sys.path. Remove the folder, because its modules
+    # would hide other modules with the same names.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
     package = folder.parent
     _add_package(package.name, package)
-    # The package's __init__.py imports modules that only the broker needs. These imports took a
-    # third of the time of a child's start.
+    # Do not run devices/__init__.py: it imports modules that only the broker needs. These imports
+    # took a third of the time that a child needs for its start.
     _add_package(f"{package.name}.{folder.name}", folder)
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 def _add_package(name: str, folder: Path) -> None:
-    """Add a package without running its ``__init__.py``; its modules are in ``folder``."""
+    """Make a package whose modules are in ``folder``, without running its ``__init__.py``."""
     package = types.ModuleType(name)
     package.__path__ = [str(folder)]
     sys.modules[name] = package

@@ -4,7 +4,7 @@
 
 If a call exceeds its time-out, the parent kills the child: a driver call cannot be cancelled, but
 its process can be killed. The next call starts a new child. :class:`Children` creates all children
-of a service, and ends those that an abandoned operation has left behind.
+of a service, and ends all of them when the service ends.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .child import SCRIPT
 #: GPUs and no persistence mode, cuInit takes seconds.
 START_TIMEOUT = 60.0
 
-#: The parent waits this many seconds for the end of a killed child. If a child is stuck in the
-#: kernel driver, the parent then stops waiting.
+#: The parent waits at most this many seconds for the end of a killed child. A child that is stuck
+#: in the kernel driver may never end.
 _REAP_TIMEOUT = 5.0
 
-#: Seconds between the death of a child and the repetition of the call.
+#: If a child dies during a call, the parent waits this many seconds before it repeats the call.
 RETRY_PAUSE = 0.05
 
 #: Maximum bytes of one line from a child: enough for a sample of 64 devices with a thousand
@@ -41,7 +41,7 @@ _MAX_LINE = 1 << 24
 
 
 class ChildLost(Exception):
-    """The child died, or was killed because it did not answer within the time-out (``hung``)."""
+    """The child died. If ``hung``, the parent killed it because it did not answer in time."""
 
     def __init__(self, message: str, *, hung: bool) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class ChildLost(Exception):
 
 @dataclass(frozen=True)
 class _PendingCall:
-    """A call that waits, and the process that must answer it."""
+    """A call that waits for its answer, and the process that must answer the call."""
 
     process: asyncio.subprocess.Process
     answer: asyncio.Future[dict[str, Any]]
@@ -62,17 +62,17 @@ class Child:
     Parameters
     ----------
     program:
-        Name of the program, for the module and for people.
+        Name of the program. The module gets it as an argument, and messages contain it.
     arguments:
-        The program's arguments after the parent's pid.
+        Further arguments of the program. They come after the pid of the parent.
     module:
         Dotted name of the module that has the program.
     env:
         The child's whole environment.
     on_event:
-        Called with each line that the child sends without a request.
+        A function that gets each event: a line of the child that is no answer to a request.
     restart:
-        Whether the next call replaces a lost child.
+        Whether the next call starts a new process if the process has ended.
     python:
         The interpreter that has the vendor's packages; "": this process's own interpreter.
     closed:
@@ -105,8 +105,9 @@ class Child:
         self._started = 0
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        #: Tasks. For each process that has not ended, even a process that was replaced, one task
-        #: reads the answers. Other tasks end processes whose start was cancelled.
+        #: All running tasks of this object. Each process that has not ended, even if it was
+        #: replaced, has one task that reads its answers. Each cancelled start of a process has one
+        #: task that ends the process.
         self._readers: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, _PendingCall] = {}
         self._ready: asyncio.Future[dict[str, Any]] | None = None
@@ -117,7 +118,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The running child's pid, None if there is none now."""
+        """The pid of the child's process; None if no process runs."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -126,14 +127,14 @@ class Child:
         return self._started
 
     async def start(self, timeout: float = START_TIMEOUT) -> dict[str, Any]:
-        """Start the program if it is not running; return its first line.
+        """Start the program if it is not running; return the first line of its output.
 
         Raises
         ------
         ChildLost
             If the program does not start within the time-out.
         DriverError
-            If the program reports that it cannot work. The error has the program's reason.
+            If the program reports a problem and ends. The error has the program's message.
         """
         async with self._lock:
             if self._held:
@@ -157,15 +158,15 @@ class Child:
     ) -> dict[str, Any]:
         """Return the child's answer to ``op``.
 
-        ``latest`` returns the fields that may change while a process starts. This method calls it
-        just before it sends the request. When the child has not answered in ``timeout`` seconds,
-        this method calls ``more`` and waits for as many more seconds as ``more`` returns. It
-        repeats this until ``more`` returns 0.
+        ``latest`` returns the fields of the request that may change while a process starts. So this
+        method calls ``latest`` after the start, just before it sends the request. If the child has
+        not answered in ``timeout`` seconds, this method calls ``more``, and waits as many seconds
+        longer as ``more`` returns. The method repeats this until ``more`` returns 0.
 
         Raises
         ------
         ChildLost
-            If the child dies, or has not answered in time, so that this method killed it.
+            If the child dies, or if this method has killed it because it did not answer in time.
         DriverError
             If the child answered with an error.
         """
@@ -215,9 +216,9 @@ class Child:
     ) -> dict[str, Any]:
         """Make a :meth:`call` that changes nothing, and repeat it if the child dies during it.
 
-        A new child makes the repeated call. The repetitions end after the time-out of one call,
-        because without an answer the broker may end a kernel. If the child hung, this method does
-        not repeat the call, because the whole time-out has passed.
+        A new child makes the repeated call. The repetition matters because the broker may end a
+        kernel if it gets no answer. This method repeats the call for at most ``timeout`` seconds.
+        If the child hung, this method does not repeat the call: ``timeout`` seconds have passed.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -229,17 +230,17 @@ class Child:
             await asyncio.sleep(RETRY_PAUSE)
 
     async def kill(self) -> None:
-        """End the process now, if it runs. The next call starts a new one."""
+        """End the process now, if it runs. The next call starts a new process."""
         if self._process is not None:
             await self._end(self._process)
 
     async def replace(self) -> None:
-        """End the process, even while it starts. The next call starts a new one."""
+        """End the process, even while it starts. The next call starts a new process."""
         async with self._lock:
             await self.kill()
 
     async def hold(self, reason: str) -> None:
-        """End the process, and block further starts; with ``reason`` "", allow starts again."""
+        """End the process, and refuse new starts with ``reason``; "" allows starts again."""
         self._held = reason
         if reason:
             await self.replace()
@@ -252,9 +253,9 @@ class Child:
             await within(self._end_late(), _REAP_TIMEOUT)
 
     async def _end_late(self) -> None:
-        """End a process that is being started, and wait for the end of all earlier processes.
+        """End the process, even while it starts, and wait until all earlier processes have ended.
 
-        An earlier process may still be running, and its pipes stay open until it ends.
+        A process that was killed or replaced may still run. Its pipes stay open until it ends.
         """
         await self.replace()
         if others := self._readers - {asyncio.current_task()}:
@@ -304,8 +305,8 @@ class Child:
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
-            # asyncio leaves the pipes open if a start is cancelled: let the start finish, then end
-            # the process.
+            # If a start is cancelled, asyncio leaves the pipes open. So let the start finish, and
+            # then end the process.
             await asyncio.shield(self._to_await(self._discard(making)))
             raise
 
@@ -337,7 +338,7 @@ class Child:
             self._log.exception("A line from the %s process could not be handled", self.program)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        # If stdout is closed, the process counts as ended, even if it still exists.
+        # The process has closed its stdout. From now on it counts as ended, even if it still runs.
         if self._process is process:
             self._process = None
         lost = ChildLost(f"The {self.program} process {process.pid} ended.", hung=False)
@@ -345,7 +346,7 @@ class Child:
             ready.set_exception(lost)
             ready.exception()  # prevents a log entry of asyncio if no call waits
         for call in self._waiting.values():
-            # A newer process may already run. The calls that wait for it continue to wait.
+            # Only calls to this process fail. Calls to a newer process continue to wait.
             if call.process is process and not call.answer.done():
                 call.answer.set_exception(lost)
         await self._reap(process)
@@ -387,10 +388,10 @@ class Child:
 class Children:
     """Creates all children of one service, and ends them all.
 
-    A self-test starts a separate child. So does an operation that waits for the answer of a lock
-    call. The operation continues after its caller is cancelled, so it may start a child while the
-    service ends. :meth:`close` ends these children, too, and waits for their processes: if the
-    event loop closed earlier, the pipes of the processes would stay open.
+    Each self-test makes its own child, and so does an operation that waits for the answer of a lock
+    call. An operation continues after its caller is cancelled, so it may make a child while the
+    service ends. :meth:`close` ends these children, too. It also waits for the end of their
+    processes: if the event loop closed before a process ends, the pipes would stay open.
 
     Parameters
     ----------
@@ -416,7 +417,7 @@ class Children:
         on_event: Callable[[dict[str, Any]], None] | None = None,
         restart: bool = True,
     ) -> Child:
-        """Return a new child; ``env`` is its whole environment (None: the service's)."""
+        """Return a new child; ``env`` is its whole environment (None: that of the service)."""
         child = Child(
             program, *arguments, module=self._module, env=self._env if env is None else env,
             log=self._log, on_event=on_event, restart=restart, python=self._python,
@@ -426,6 +427,6 @@ class Children:
         return child
 
     async def close(self) -> None:
-        """End all processes, even processes that are starting, and start no more."""
+        """End all processes, even processes that are starting, and refuse new starts."""
         self._closed = True
         await asyncio.gather(*(child.close() for child in self._made))

@@ -15,8 +15,9 @@ from ..procfs import ProcessId
 SuspendStatus = Literal["suspended", "nothing", "pinned", "drain", "gone", "failed", "hung", "kept"]
 ResumeStatus = Literal["resumed", "no-room", "refused", "gone", "failed", "hung"]
 
-#: The driver's state of a session: the worst state of its processes. ``none``: no CUDA context.
-#: ``hung``: no answer in time, or a process is stopped (SIGSTOP) and so cannot answer.
+#: The driver's state of a session is the worst state of its processes. ``none`` means that no
+#: process has a CUDA context. ``hung`` means that a process did not answer in time, or cannot
+#: answer because it is stopped (SIGSTOP).
 SessionState = Literal["running", "locked", "checkpointed", "failed", "none", "gone", "hung"]
 
 
@@ -35,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Device bytes of one process, as NVML shows them; None if NVML does not show them."""
+    """The device memory of one process; ``bytes`` is None if NVML does not show the size."""
 
     #: Negative if the pid may belong to another PID namespace; see ``nvidia/sampler.py``.
     pid: int
@@ -44,10 +45,10 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
-    """One device at one instant.
+    """The state of one device at one instant.
 
-    If ``lost`` is not empty, it says why the device could not be read; ``total``, ``used`` and
-    ``reserved`` are then the last known figures, and ``free`` is 0.
+    If the device could not be read, ``lost`` says why. In this case ``total``, ``used`` and
+    ``reserved`` are the last known figures, and ``free`` is 0.
     """
 
     uuid: str
@@ -56,8 +57,7 @@ class DeviceSample:
     reserved: int
     free: int
     processes: tuple[ProcessMemory, ...] = ()
-    #: The part of the last sample period in which the device was busy, in per cent; None if
-    #: unknown.
+    #: How much of the last sample period the device was busy, in per cent; None if unknown.
     utilisation: int | None = None
     lost: str = ""
 
@@ -78,15 +78,16 @@ class SuspendOutcome:
     """How a suspend ended.
 
     =============  ================================================================================
-    ``suspended``  the session's device memory is in host memory; ``message`` is empty, or warns
-                   that NVML still shows bytes of it
+    ``suspended``  the session's device memory is in host memory; if NVML still shows some of the
+                   memory, or does not answer, ``message`` is a warning
     ``nothing``    no process of the session has a CUDA context
-    ``pinned``     the driver cannot suspend it; all steps were undone, and the session runs
-    ``drain``      not possible now: its work did not drain in time, a process is stopped (SIGSTOP),
-                   or the operation could not begin; nothing changed, and a retry is possible
-    ``kept``       the driver refused, and a part of the session is not back on its GPU yet; the
-                   driver has the state. (The service never returns ``kept``: it retries until the
-                   status changes.)
+    ``pinned``     the driver cannot suspend the session; all steps were undone: the session runs
+    ``drain``      a suspend is not possible now: the session's GPU work did not end in time, a
+                   process is stopped (SIGSTOP), or the operation could not begin; the session is
+                   as before, and a retry is possible
+    ``kept``       the driver refused, and some processes could not be resumed yet; the driver has
+                   their state. The service never returns ``kept``: it retries the undo until the
+                   status changes.
     ``gone``       the root process has ended
     ``failed``     the driver lost the session's state: end the session to free its memory
     ``hung``       even a new worker could not read the state: treat as ``failed``
@@ -95,18 +96,19 @@ class SuspendOutcome:
 
     status: SuspendStatus
     message: str = ""
-    #: Freed bytes, by device. A resume must reserve them.
+    #: The bytes that the suspend has freed, by device. A resume must reserve as many bytes.
     #:
-    #: - If NVML's lists show the session's processes, the bytes come from these lists.
-    #: - If the lists do not show them, the bytes are the increase of free memory. This number is
-    #:   too small if other processes took memory meanwhile, so a resume must reserve the grant if
-    #:   the grant is larger.
-    #: - The mapping is empty if NVML did not answer, or if an earlier broker had suspended a
-    #:   process (its memory is unknown). A resume must then reserve the grant.
+    #: - If NVML's lists show the session's processes, the numbers come from these lists.
+    #: - Otherwise, each number is the increase of the device's free memory. It is too small if
+    #:   other processes took memory during the suspend. So a resume must reserve this number or
+    #:   the session's grant, whichever is larger.
+    #: - The mapping is empty if NVML did not answer, or if an earlier broker had suspended one of
+    #:   the processes, whose memory is unknown. A resume must then reserve the grant.
     freed: Mapping[str, int] = field(default_factory=dict)
-    #: Whether the session has called cuInit and is bound to its devices; None: unknown.
+    #: Whether a process of the session has called cuInit, which binds it to its devices. None
+    #: means unknown.
     cuda: bool | None = None
-    #: Seconds of the whole operation, and of its driver calls.
+    #: How long the whole operation took, and how long its driver calls took, in seconds.
     seconds: float = 0.0
     driver_seconds: float = 0.0
     #: Seconds that the operation waited for other operations on the same devices.
@@ -121,10 +123,10 @@ class ResumeOutcome:
 
     ===========  ==================================================================================
     ``resumed``  every process runs, on the new devices
-    ``no-room``  it did not begin: NVML shows too little free memory or does not answer, or a
+    ``no-room``  nothing was resumed: NVML shows too little free memory or does not answer, or a
                  process is stopped (SIGSTOP); ``message`` gives the reason
-    ``refused``  the driver refused, and reports that the state is intact: a retry is possible;
-                 if ``stay`` is True, it is possible only on the devices that the state came from
+    ``refused``  the driver refused, but the session's state is intact, so a retry is possible; if
+                 ``stay`` is True, a retry is possible only on the session's old devices
     ``gone``     the root process has ended
     ``failed``   the driver lost the session's state: end the session to free its memory
     ``hung``     even a new worker could not read the state: treat as ``failed``
@@ -141,13 +143,13 @@ class ResumeOutcome:
     stay: bool = False
 
 
-#: Assumed bytes of a context that was not measured. With current drivers, a context takes 300 to
-#: 600 MiB on a data-centre GPU. On a small (emulated) device, the assumed size is at most a
-#: sixteenth of the device.
+#: If the size of a context was not measured, this many bytes are assumed. With current drivers, a
+#: context takes 300 to 600 MiB on a data-centre GPU. On a small (emulated) device, the assumed size
+#: is at most a sixteenth of the device's memory.
 _CONTEXT = 512 << 20
 _CONTEXT_PART = 16
 
 
 def assumed_context(total: int) -> int:
-    """Return the assumed bytes of a first context on a device of ``total`` bytes."""
+    """Return how many bytes a context is assumed to take on a device of ``total`` bytes."""
     return min(_CONTEXT, total // _CONTEXT_PART)

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Generate the guard's entry points from ``entries.txt``: assembly, and tables for the C parts.
+"""Generate the guard's entry points from ``entries.txt``, as assembly and as tables in C.
 
-The package build imports this module by its path. So the module uses only the standard library, and
-no other module of this package.
+The build of the package imports this module by its path. So the module uses only the standard
+library, and no other module of this package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _NAME = re.compile(r"(cu(?:[A-Z]|dbg)\w*?)(_v\d+)?(_ptds|_ptsz)?")
 _KINDS = ("never", "free", "gate", "wait", "note", "back", "wrap", "peek", "launch", "same",
           "refuse")  # fmt: skip
 
-#: The largest number of arguments of a noted call: ``LATER_ARGUMENTS`` of ``src/guard.h``.
+#: The guard can note a call with at most this many arguments (``LATER_ARGUMENTS`` in
+#: ``src/guard.h``).
 _NOTED = 3
 
 
@@ -34,17 +35,19 @@ class Entry:
     """One line of ``entries.txt``."""
 
     symbol: str
-    #: The name by which cuGetProcAddress finds the function.
+    #: The name that a program passes to cuGetProcAddress for this function: the symbol without its
+    #: ending (such as ``_v2`` or ``_ptsz``).
     base: str
     #: Whether the function is the variant for per-thread default streams.
     per_thread: bool
-    #: The first CUDA version for which cuGetProcAddress returns this form of the function; 0:
-    #: unknown.
+    #: cuGetProcAddress returns this form of the function from this CUDA version on; 0: the version
+    #: is unknown.
     since: int
     kind: str
-    #: The number of arguments that ``entries.txt`` gives for ``wait``, ``note`` and ``back``.
+    #: The number of arguments, if the kind is ``wait``, ``note`` or ``back``. Otherwise 0.
     arguments: int = 0
-    #: The symbol that ``entries.txt`` gives for ``same``.
+    #: If the kind is ``same``: the symbol of another entry, whose C function also serves this
+    #: entry.
     target: str = ""
 
 
@@ -111,10 +114,10 @@ def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, s
 
 
 def header(entries: Sequence[Entry]) -> str:
-    """Return the indices and names of the entries, in C."""
-    # All names are in one string, and the table has offsets into this string. With a table of
-    # pointers, the loader would have to relocate each pointer in every process that inherits
-    # LD_PRELOAD.
+    """Return the C header with the indices and the names of the entries."""
+    # All names are in one string, and the table has offsets into this string. The table has no
+    # pointers, because the loader would have to relocate each pointer. It would do so in every
+    # process that inherits LD_PRELOAD.
     lines = ["/* Generated from entries.txt by _generate.py. */", "enum guard_entry {"]
     lines += [f"    E_{entry.symbol} = {i}," for i, entry in enumerate(entries)]
     lines += [f"    E_COUNT = {len(entries)},", f"    E_SPARES = {SPARES},", "};"]

@@ -27,19 +27,19 @@ _HERE = Path(__file__).resolve().parent
 SOURCES = _HERE / "src"
 ENTRIES = _HERE / "entries.txt"
 NVML_ENTRIES = _HERE / "nvml_entries.txt"
-#: Where the installed package looks for the libraries.
+#: The folder in which the installed package looks for the libraries.
 DEFAULT_OUT = _HERE / "lib"
 
-# -ftls-model=initial-exec: each guarded call reads a counter of its thread. With this model, it
-# reads the counter without a call of __tls_get_addr.
+# -ftls-model=initial-exec: each guarded call reads a counter of its thread. With this model, the
+# read needs no call of __tls_get_addr.
 _FLAGS = (
     *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g1", "-Wall", "-Wextra"),
     *("-fPIC", "-fvisibility=hidden", "-pthread", "-ftls-model=initial-exec"),
 )
-# -Bsymbolic: another library may define the same names, and the guard must call its own functions.
-# nodelete: the library must stay loaded after a dlclose(), because threads that wait at the gate,
-# the signal handler and the driver may still use it. lazy: a process that never calls CUDA resolves
-# no symbol.
+# -Bsymbolic: the guard must call its own functions, although another library may define the same
+# names. nodelete: the library must stay loaded after a dlclose(). The signal handler, the driver
+# and threads that wait at the gate may still use the library. lazy: a process that never calls CUDA
+# resolves no symbol.
 _LINK = (
     "-shared",
     "-Wl,-Bsymbolic",
@@ -49,7 +49,8 @@ _LINK = (
     "-ldl",
 )
 
-#: Finds the definitions of the guard's C functions that serve an entry point.
+#: Matches the definition of a C function ``wrap_<symbol>``, which serves the entry point
+#: ``<symbol>``.
 _WRAP = re.compile(r"\bwrap_(cu\w+)\s*\([^;{}]*\)\s*\{")
 
 
@@ -87,7 +88,7 @@ def libraries() -> dict[str, list[Path]]:
 
 
 def _wraps(command: Sequence[str], sources: Sequence[Path], generated: Path) -> set[str]:
-    """Return the entry points for which the preprocessed sources have a C function."""
+    """Preprocess the sources; return the entry points for which they define a C function."""
     flags = ["-E", "-P", "-std=gnu11", "-D_GNU_SOURCE", f"-I{generated}", f"-I{SOURCES}"]
     done = subprocess.run(
         [*command, *flags, *map(str, sources)], check=True, stdout=subprocess.PIPE, text=True
@@ -120,7 +121,7 @@ def compile(  # noqa: A001 - the name that the package build and the tests call
 
     ``sanitize`` may be ``"address"`` or ``"thread"`` to instrument the libraries. A program that
     loads instrumented libraries must preload the sanitizer's runtime. With ``strict``, a warning is
-    an error. Only developers should use it, because a user may have a newer compiler with new
+    an error. Do not use ``strict`` on a user's machine, because a newer compiler may have new
     warnings.
 
     Raises

@@ -16,15 +16,16 @@ from typing import Mapping, MutableMapping
 
 from ..errors import Code, GPUPoolError
 
-#: The guard's two libraries: the first gets the calls to the CUDA driver, the second gets the calls
-#: to NVML and answers its memory queries.
+#: The guard's two libraries. The first receives the calls to the CUDA driver. The second receives
+#: the calls to NVML, and answers the queries about memory itself.
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
-#: The name of the folder of links that :func:`guard_directory` makes. This name identifies the
-#: guard's entries in search paths, even the entries of a broker that has ended.
+#: The name of the folder of links that :func:`guard_directory` makes. In a search path,
+#: :func:`without_guard` finds the guard's entries by this name. It also finds the entries of a
+#: broker that has ended.
 FOLDER = "gpupool-guard"
 
-#: Variables that no process outside the session may inherit.
+#: Variables for the session's processes only: :func:`without_guard` removes them.
 VARIABLES = (
     "GPUPOOL_PAGE",
     "GPUPOOL_VISIBLE",
@@ -80,12 +81,12 @@ def guard_directory(base: Path) -> Path:
     """Return the folder of links to the guard in ``base``; make it if it is missing.
 
     Frameworks ask for the driver as ``libcuda.so.1`` or ``libcuda.so``. The dynamic loader finds
-    both names in this folder. They are links to the preloaded file, so the loader does not load the
-    file again. The folder is not in the package, because a wheel cannot hold links.
+    both names in this folder. Both names are links to the preloaded file, so the loader does not
+    load the file again. The folder is not in the package, because a wheel cannot hold links.
 
-    After a new installation in another place, old links point to the old place, and this function
-    replaces them. A process may start while the function runs. So the function replaces each link
-    in one step, and the process finds either the old link or the new link.
+    The package may be installed again in another place. The links then point to the old place, and
+    this function replaces them. It replaces each link in one step, because a process may start at
+    the same time. The process finds either the old link or the new link.
 
     Raises
     ------
@@ -99,14 +100,14 @@ def guard_directory(base: Path) -> Path:
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o755)
-            folder.chmod(0o755)  # despite the umask, because all users' kernels read the folder
+            folder.chmod(0o755)  # mkdir applies the umask, but all users' kernels must read it
         for path in (base, folder):
             _check(path)
         for soname in LIBRARIES:
             for name in (soname, soname.removesuffix(".1")):
                 if (target / soname).is_file():
                     _link(folder / name, target / soname)
-                else:  # a link to a missing file would hide the driver's NVML from programs
+                else:  # this installation has no such library: leave no dangling link
                     (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise GuardFolderError(
@@ -152,8 +153,8 @@ def session_environment(
     page_path:
         The session's page.
     base:
-        Other variables for the process (for example those of the emulated driver). Their
-        ``LD_PRELOAD`` and ``LD_LIBRARY_PATH`` come after the guard.
+        Other variables for the process, for example the variables of the emulated driver. The guard
+        comes first in ``LD_PRELOAD`` and ``LD_LIBRARY_PATH``, before the values in ``base``.
     """
     base = base or {}
     folder, preload = str(directory), str(directory / LIBRARIES[0])
@@ -170,7 +171,7 @@ def _in_front(first: str, rest: str) -> str:
 
 
 def remember_devices(env: MutableMapping[str, str]) -> None:
-    """Save the user's visible devices in ``env``, before the pool sets its own."""
+    """Save the user's CUDA_VISIBLE_DEVICES in ``env``, before the pool changes the variable."""
     if _HIDDEN not in env:
         env[_HIDDEN] = env.get(_VISIBLE, _NONE)
 

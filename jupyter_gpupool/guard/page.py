@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The broker's side of a session's shared page; ``src/page.h`` has the layout and the writers.
+"""How the broker uses a session's shared page; ``src/page.h`` shows the layout and who writes what.
 
-The broker reads and writes the page with ``pread`` and ``pwrite``, and never maps it. The page
-belongs to the session's user, and a process that maps a file ends with SIGBUS if the owner
-truncates the file.
+The broker never maps the page: it reads and writes the page with ``pread`` and ``pwrite``. The
+session's user owns the file and could truncate it. A process that has mapped a truncated file may
+end with SIGBUS.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPEN, UNUSED, CLOSED, PAUSED = range(4)
 PASSED = "passed"
 
 #: Flags with which the broker opens a page. O_NONBLOCK is needed because root in a container may
-#: hold a file lease of the page (F_SETLEASE). Without this flag, ``open`` would wait up to 45 s for
+#: hold a file lease on the page (F_SETLEASE). Without this flag, ``open`` would wait up to 45 s for
 #: the file lease, and all other sessions would wait for the broker.
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -51,10 +51,11 @@ PINS = {
 
 SLOT_CUDA, SLOT_CONTEXT = 1, 2
 
-#: Values of a slot's ``sees`` that are not the name of a device.
+#: The two values in a slot's ``sees`` that do not name a device (see ``src/page.h``).
 SEES_NONE, SEES_SLICE = 0, 1
 
-#: The steps of a process that moves to the slice (``enum slot_landing``).
+#: The values of a slot's ``landing``: how far the process has moved to the devices of the slice
+#: (see ``enum slot_landing``).
 LANDING_NONE, LANDING_BEGUN, LANDING_MOVES, LANDING_RESTORE, LANDING_ASIDE = range(5)
 
 _FIXED = struct.Struct("<IIBBxxI6Q")
@@ -92,10 +93,10 @@ class PageError(GPUPoolError):
 class Slot:
     """One process of the session. ``used`` and ``context`` are bytes by device.
 
-    Item i of ``sees`` is the name of the device that the process sees as the session's device i
-    (see :func:`device_name`). ``nvml`` counts NVML calls. A suspend waits for these calls, but they
-    do not count as use of a device. ``held`` is 1 if a library's thread still waits after an
-    interrupt. ``at`` is the place of the slot in the page.
+    ``sees[i]`` names the device that the process sees as the session's device i (see
+    :func:`device_name`). ``nvml`` counts the NVML calls that run now. A suspend waits for these
+    calls, but they do not count as use of a device. ``held`` is 1 if a library's thread still waits
+    after an interrupt. ``at`` is the place of the slot in the page.
     """
 
     pid: int
@@ -116,7 +117,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The content of a page. The session may change some values during the read."""
+    """The content of a page. The session may write during the read, so values may differ in age."""
 
     gate: int
     devices: int
@@ -127,12 +128,12 @@ class Reading:
 
     @property
     def inflight(self) -> int:
-        """Calls inside the driver that a suspend must wait for."""
+        """Number of calls that are inside the driver now. A suspend must wait for them."""
         return sum(slot.inflight for slot in self.slots)
 
     @property
     def captures(self) -> int:
-        """Streams that record a graph, which a suspend must not interrupt."""
+        """Number of streams that record a graph now. A suspend must not interrupt a recording."""
         return sum(slot.captures for slot in self.slots)
 
     @property
@@ -148,12 +149,12 @@ class Reading:
 
     @property
     def cuda(self) -> bool:
-        """Whether a process has called cuInit, which fixes the devices that the process sees."""
+        """Whether any process has called cuInit. This call fixes the devices that it sees."""
         return any(slot.flags & SLOT_CUDA for slot in self.slots)
 
     @property
     def pins(self) -> str:
-        """Why the driver cannot suspend the session, in words; "" if the driver can suspend it."""
+        """The reasons why the driver cannot suspend the session, as text; "" if there are none."""
         found = 0
         for slot in self.slots:
             found |= slot.pins
@@ -181,8 +182,8 @@ class Page:
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Allocate the whole file now. Otherwise a write to the page could end the process
-            # (SIGBUS) when shared memory is full.
+            # Allocate the whole file now. Otherwise, if shared memory became full, a process of the
+            # session could end with SIGBUS when it writes to the mapped page.
             os.posix_fallocate(descriptor, 0, SIZE)
             if uid != os.geteuid():
                 os.fchown(descriptor, uid, -1)
@@ -199,7 +200,7 @@ class Page:
 
     @classmethod
     def open(cls, path: Path) -> Page:
-        """Open the page of a session that an earlier broker made.
+        """Open the page that an earlier broker made for a session.
 
         Raises
         ------
@@ -220,10 +221,10 @@ class Page:
 
     @classmethod
     def find(cls, path: Path, session: str) -> Page | None:
-        """Return a session's page whose file was deleted; None if no process has the page open.
+        """Find a session's page after its file was deleted; None if no process has the page open.
 
-        The function looks for a process of this user that has the page open. The guard keeps a
-        descriptor of the page open for this purpose.
+        The guard in each process of the session keeps a descriptor of the page open. The function
+        looks for such a descriptor in the processes of this user.
         """
         gone = f"{path} (deleted)"
         for pid in procfs.all_pids():
@@ -272,9 +273,9 @@ class Page:
     def open_again(self) -> int:
         """Return a new descriptor of the page, to pass to another process. The caller closes it.
 
-        The other process may set O_APPEND. With this flag, Linux ignores the offset of ``pwrite``,
-        and the broker could not close the gate. So the new descriptor must not share its flags with
-        the broker's descriptor.
+        The function opens the file again, because a copy of the broker's descriptor would share its
+        flags. Then the other process could set O_APPEND for both. With this flag, Linux ignores the
+        offset of ``pwrite``, and the broker could not close the gate.
 
         Raises
         ------
@@ -284,7 +285,7 @@ class Page:
         return os.open(self._link(), _FLAGS)
 
     def is_lost(self) -> bool:
-        """Return whether the page's path has no file, or has a different file.
+        """Return whether the page's path leads to no file, or to a file that is not this page.
 
         In this case a new child process of the session cannot find the page.
         """
@@ -296,8 +297,8 @@ class Page:
     def restore(self) -> None:
         """Put a link to this process's descriptor at the path of the deleted file.
 
-        Linux cannot give a deleted file a name again. A copy of the file does not help, because it
-        would be a second page with its own accounts.
+        Linux cannot give a deleted file a name again. A copy of the file would not help: the
+        session would then have two pages, each with its own accounts.
 
         Raises
         ------
@@ -317,8 +318,8 @@ class Page:
     def close(self) -> None:
         """Close this object's descriptor, and remove a link that :meth:`restore` made.
 
-        The link must go, because another file may get the number of this descriptor. The session's
-        processes keep their descriptors.
+        The link names the descriptor by its number, and another file may get this number later. So
+        the link must not stay. The session's processes keep their descriptors.
         """
         if self._fd >= 0:
             with contextlib.suppress(OSError):  # usually the path is a file
@@ -404,27 +405,27 @@ class Page:
         self._write(DEVICES_AT, struct.pack("<I", len(uuids)))
 
     def set_grant(self, granted: Sequence[int], limit: int, epoch: int) -> None:
-        """Write the granted bytes on each device, the limit of their growth, and the epoch."""
+        """Write the grant on each device, the size to which a grant may grow, and the epoch."""
         values = [*granted, *[0] * (DEVICES - len(granted))]
         self._write(GRANTED_AT, struct.pack(f"<{DEVICES}Q", *values))
         self._write(LIMIT_AT, struct.pack("<Q", limit))
         self._write(EPOCH_AT, struct.pack("<Q", epoch))
 
     def set_room(self, room: Sequence[int]) -> None:
-        """Write for each device by how many bytes the grant could now grow; [] means unknown."""
+        """Write by how many bytes the grant on each device could grow now; [] means unknown."""
         values = [*(size + 1 for size in room), *[0] * (DEVICES - len(room))]
         self._write(ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_vain(self, totals: Sequence[int], until: int) -> None:
-        """Write for each device the smallest total size that the broker refuses; [] means none.
+        """Write the smallest size of a grant that the broker refuses on each device; [] means none.
 
-        After ``until`` (CLOCK_MONOTONIC, nanoseconds), a process may again ask for such a size.
+        Before ``until`` (CLOCK_MONOTONIC, nanoseconds), no process asks for this size or more.
         """
         values = [*totals, *[0] * (DEVICES - len(totals))]
         self._write(VAIN_AT, struct.pack(f"<{DEVICES}QQ", *values, until))
 
     def set_policy(self, *, managed: bool, context_bytes: int) -> None:
-        """Write whether managed memory is allowed, and the charge of a context."""
+        """Write whether managed memory is allowed, and how many bytes to charge for a context."""
         self._write(MANAGED_AT, bytes([managed]))
         self._write(CONTEXT_AT, struct.pack("<Q", context_bytes))
 
@@ -433,7 +434,7 @@ class Page:
         self._write(CONTENDED_AT, bytes([contended]))
 
     def set_sees(self, slot: Slot, sees: Sequence[int]) -> None:
-        """Write the names of the devices that a process sees after its move by the broker."""
+        """Write the names of the devices that a process sees, after the broker has moved it."""
         values = [*sees, *[SEES_NONE] * (DEVICES - len(sees))]
         self._write(_at(slot) + SEES_AT, struct.pack(f"<{DEVICES}Q", *values))
 

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """The agent inside the kernel process, an IPython extension.
 
-It needs only the standard library and IPython.
+The agent needs only the standard library and IPython.
 
 The provisioner loads the agent with ``--IPKernelApp.extra_extensions=jupyter_gpupool.kernel``. If
 the kernel's environment does not have this package, the provisioner makes the agent importable

@@ -29,7 +29,7 @@ _NOT_SUPPORTED = re.compile(
     re.IGNORECASE,
 )
 
-#: Names of the exceptions for an interrupt by the user, which needs no explanation.
+#: The exceptions that an interrupt by the user raises. The user needs no explanation of them.
 _INTERRUPTS = ("KeyboardInterrupt", "GPUWaitInterrupted")
 
 
@@ -58,7 +58,8 @@ def explain(
     if refused is not None:
         parts = [f"GPU pool: {sentence(refused.message)}"]
         if refused.what == "grow" and (refused.code == Code.LIMIT or not refused.next_step):
-            # The user can raise the kernel's own limit, so the line names the command for this.
+            # The user can raise the kernel's own limit. So the line names the command that raises
+            # it.
             granted = _granted(link, figures)
             if figures is not None and figures.granted:
                 named = figures._replace(limit=0) if refused.code == Code.LIMIT else figures
@@ -140,14 +141,14 @@ def advice(link: SessionLink, text: str, figures: MemoryFigures | None = None) -
 
 
 def _granted(link: SessionLink, figures: MemoryFigures | None) -> int:
-    """Return the bytes of the kernel's smallest slice; 0 if it has no slice."""
+    """Return the bytes of the guard's grant, or of the smallest slice; 0 without a slice."""
     if figures is not None and figures.granted:
         return figures.granted
     return min((s.bytes for s in link.slices), default=0) if link.attached else 0
 
 
 def counted(figures: MemoryFigures) -> str:
-    """Return the guard's figures as text that begins a sentence."""
+    """Return the beginning of a sentence, with the guard's figures."""
     line = (
         f"this kernel uses {format_bytes(figures.used)} of the {format_bytes(figures.granted)} "
         "of device memory granted to it"
@@ -179,7 +180,7 @@ def _round_up(value: int) -> int:
 
 
 def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
-    """Return ``error``, which is about a missing broker, with advice on what to do."""
+    """Return a copy of ``error`` that also says how the user can get a broker."""
     named = str(link.path.with_suffix(".log")) in str(error)
     hint = "" if named else log_hint(link)
     if error.code in (Code.NO_BROKER, BrokerUnavailable.code):
@@ -198,7 +199,7 @@ def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
 
 
 def log_hint(link: SessionLink) -> str:
-    """Return a sentence that names the broker's log, which shows why the broker does not answer."""
+    """Return a sentence that names the broker's log; "" if the broker serves the whole machine."""
     if link.path == MACHINE_SOCKET:
         return ""
     return f"The broker's log is {link.path.with_suffix('.log')}, if it was started for you."

@@ -25,7 +25,7 @@ _COMPLETED = ("%gpu", "%%gpu")
 
 
 class Agent:
-    """Everything that this package does inside one IPython kernel.
+    """Creates, installs and removes the parts of this package in one IPython kernel.
 
     A kernel without a session gets only ``%gpu``, which reports that there is no session. If a
     launcher has tried to open a session and failed, the first cell says why the kernel has no GPU.
@@ -79,7 +79,7 @@ class Agent:
             self.shell.events.register("pre_run_cell", self._say_no_session)
 
     def unload(self) -> None:
-        """Undo :meth:`load`; the broker frees the slice when the kernel ends."""
+        """Undo :meth:`load`. The broker frees the slice later, when the kernel ends."""
         if self.gate is not None and self.link is not None:
             self.gate.uninstall()
             if self.visible is not None:

@@ -43,12 +43,11 @@ class RunningRequest:
         self.begun = time.monotonic()
         self.parent = parent
         self.silent = silent
-        #: How many outputs this kernel had published at the last time when the cell's output area
-        #: was empty.
+        #: How many outputs this kernel had published when the cell's output area was last empty.
         self.before = before
         self.display: WaitDisplay | None = None
-        #: Whether a CUDA call of this request has waited for a slice that the kernel has not got
-        #: yet.
+        #: Whether a CUDA call of this request has waited for a slice, and the kernel still has
+        #: none.
         self.waits = False
         #: ``times``: how often the pool took the slice during this request. ``why`` and ``remedy``:
         #: the reason and the advice of the last preemption. ``away``: the seconds without a slice.
@@ -71,7 +70,7 @@ class RunningRequest:
             self.away_since = 0.0
 
     def story(self, back: bool) -> str:
-        """Return a text about the preemption; ``back``: the kernel has a slice again."""
+        """Return a text about the preemptions so far; ``back``: the kernel has a slice again."""
         away = f"for {format_seconds(max(1.0, self.away))}"
         if self.times > 1:
             away = f"{self.times} times, {away} in all,"
@@ -136,8 +135,8 @@ class CallWaits:
     def end(self, key: int) -> bool:
         """Note the end of a request, before its reply is sent.
 
-        Return whether a CUDA call of the request has waited for a slice, and the kernel has no
-        slice now.
+        Return True if a CUDA call of the request has waited for a slice and the kernel still has
+        none.
         """
         running = self._running.pop(key)
         waits = running.waits and not self._link.attached
@@ -154,8 +153,8 @@ class CallWaits:
         """
         if self._stopped or not self._running:
             return
-        # Record the wait here. The watching thread may run too late, after an interrupt has ended
-        # the call.
+        # Record the wait in this thread already. The watching thread may look too late, when an
+        # interrupt has ended the call.
         if self._guard.waiting() and (running := self._oldest()) is not None:
             running.waits = True
         if self._thread is None:
@@ -194,7 +193,7 @@ class CallWaits:
         self._news.clear()
 
     def _oldest(self) -> RunningRequest | None:
-        """Return the oldest request that is not silent; its cell shows the wait."""
+        """Return the oldest request that is not silent. Its cell shows the wait."""
         running = [*self._running.values()]
         return next((request for request in running if not request.silent), None)
 
@@ -206,7 +205,7 @@ class CallWaits:
             why, since = self._link.preempted, self._link.preempted_at
             preempted = bool(why) and running.begun <= since
             if not preempted and time.monotonic() - running.begun < PATIENCE:
-                return  # the cell is new, so the wait may be an earlier cell's
+                return  # the cell is new, so a call of an earlier cell may wait
             if running.display is None:
                 name = f"gpupool-call-{running.parent['header']['msg_id']}"
                 publish = self._publisher(running)
@@ -235,8 +234,8 @@ class CallWaits:
                 if running.times:
                     display.leave(running.story(not self._link.preempted))
                 elif self._outputs == running.before + display.published:
-                    # Send this message directly. In the thread's queue it would come after the
-                    # outputs that are already in the queue.
+                    # Send this message directly, without the queue of the publishing thread. In the
+                    # queue it would come after the outputs that already wait there.
                     self._kernel.session.send(
                         self._kernel.iopub_thread.socket,
                         "clear_output",

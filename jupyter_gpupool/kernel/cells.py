@@ -3,9 +3,9 @@
 """The cell gate: the steps before and after the code of each execute request.
 
 The gate replaces the method ``do_execute`` of the kernel object. ipykernel calls this method once
-per execute request, in any thread. The gate does not use ``pre_run_cell``: IPython swallows a
-KeyboardInterrupt there, so an interrupt of the wait would run the cell. It does not use
-``post_execute`` either: a widget message triggers this event in the middle of a running cell.
+per execute request, in any thread. The gate uses no events of IPython. In ``pre_run_cell``, IPython
+swallows a KeyboardInterrupt, so the cell would run although the user has interrupted its wait. A
+widget message triggers ``post_execute`` in the middle of a running cell.
 
 In ``lazy`` policy the guard in front of the driver makes the CUDA calls themselves wait. So the
 gate takes no hold and sends no message, except for a cell that asks for a slice (``%%gpu``, tag
@@ -63,10 +63,11 @@ from .waits import (
 
 Admission = Literal["pass", "free", "soft", "if-attached", "wait"]
 
-#: After the error of a refused call, the gate waits this many seconds for the broker's reason.
+#: If a cell ends with the error of a refused call, the gate waits this many seconds for the
+#: broker's reason.
 WORD = 0.25
 
-#: Seconds to wait for the answer to a request, except a request for a slice: such a wait has no
+#: How many seconds to wait for the broker's answer to a request. A wait for a slice has no such
 #: limit.
 ANSWER = 10.0
 
@@ -133,7 +134,7 @@ class CellGate:
             self.calls.uninstall()
 
     def news(self) -> None:
-        """Check the waits, because the link's state may have changed; any thread may call this."""
+        """Check whether calls wait, because the link has news; any thread may call this."""
         if self.calls is not None:
             self.calls.news()
 
@@ -151,7 +152,7 @@ class CellGate:
     # ------------------------------------------------------------------ requests
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> Any:
-        """Run a cell while holding the slice. ipykernel calls this for each execute request."""
+        """Run an execute request by the rule of :meth:`plan`; ipykernel calls this method."""
         key = self.link.begin_request()
         try:
             return await self._execute(code, silent, *args, **kwargs)
@@ -235,7 +236,7 @@ class CellGate:
             self._drop(hold)
 
     async def do_inspect(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a tooltip without touching device memory that is in host memory now.
+        """Answer a tooltip; while the device state is in host memory, do not inspect any object.
 
         To inspect an object, IPython may compute its text; for a tensor this needs a copy from the
         device. While the device state is in host memory, this copy would block the kernel, or crash
@@ -272,7 +273,7 @@ class CellGate:
     def plan(
         self, code: str, silent: bool, meta: Mapping[str, Any] | None, header: str = ""
     ) -> Admission:
-        """Return under which condition an execute request may run."""
+        """Return the rule for an execute request: whether it holds the slice or waits for it."""
         if header:
             return "wait"
         lazy = self.lazy
@@ -291,7 +292,7 @@ class CellGate:
 
     @property
     def lazy(self) -> bool:
-        """Whether the guard makes CUDA calls wait, so that requests need no wait."""
+        """Whether CUDA calls wait in the guard. Most requests then need no wait."""
         return self.link.policy == "lazy" and self.guard.on
 
     def _must_wait(self, plan: Admission) -> bool:
@@ -351,7 +352,7 @@ class CellGate:
         return None
 
     def _tell_suspended(self) -> None:
-        """In ``manual`` policy, tell the user once per release what a CUDA call does now."""
+        """In ``manual`` policy, tell the user once per release that no CUDA call works now."""
         if self._told_suspended != self.link.epoch:
             self._told_suspended = self.link.epoch
             then = "fails" if self.guard.on else "waits, and cannot be interrupted"
@@ -380,13 +381,13 @@ class CellGate:
         """Set the visible devices and the framework caps for the session's present lease."""
         slices = self.link.slices
         if slices != self._settled and slices:
-            self._settled = slices  # once per lease: the user may then shorten the list
+            self._settled = slices  # once per lease: the user may shorten the list later
             show_devices([s.device for s in slices])
-        if not self.guard.on:  # a guard already shows the slice's size to the frameworks
+        if not self.guard.on:  # with the guard, frameworks already see the slice's size
             self.caps.apply(slices)
 
     def request_changed(self) -> None:
-        """Set the visible devices after a change of the request, even if there is no slice."""
+        """Set the visible devices after a change of the request, also without a slice."""
         self.settle()
         if not self.link.slices:
             show_devices(self.guard.devices())
@@ -421,7 +422,7 @@ class CellGate:
             self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
 
     async def _word(self, refusals: int) -> None:
-        """Wait at most WORD seconds until the broker says why it refused a CUDA call."""
+        """Wait until the broker says why it refused a CUDA call, but at most WORD seconds."""
         alarm = Alarm()
         deadline = time.monotonic() + WORD
         with self.interrupts.watch(alarm.ring):  # an interrupt must not reach the event loop
@@ -431,9 +432,9 @@ class CellGate:
     def publisher(self) -> Callable[[str, dict[str, Any]], None]:
         """Return a function that publishes outputs of the present request.
 
-        The function is bound to that request, because the kernel may handle other messages while
-        the request waits. It does not use ``display_pub``, because ``%%capture`` and the history
-        must not contain these outputs.
+        The function remembers this request, because the kernel may handle other messages while the
+        request waits. The function does not use ``display_pub``, because ``%%capture`` and the
+        history must not contain these outputs.
         """
         kernel = self.kernel
         parent = kernel.get_parent()
@@ -540,7 +541,10 @@ class RequestForOneCell:
             self._link.note_request(answer)
 
     async def broker_expected(self, at_least: float = 0.0) -> None:
-        """Wait for a broker that should answer soon: a kernel has started, or a broker has died."""
+        """Wait until a broker answers, or until none has answered for ``patience`` seconds.
+
+        The wait takes at least ``at_least`` seconds. An interrupt by the user ends it.
+        """
         alarm = Alarm()
         begun = time.monotonic()
         with self._interrupts.watch(alarm.interrupt):
@@ -580,8 +584,8 @@ class RequestForOneCell:
     async def _done(self, future: Future[Message]) -> bool:
         """Wait for an answer; return whether it came within ANSWER seconds.
 
-        An interrupt by the user does not end this wait. The interrupt must not reach the event loop
-        either, because a KeyboardInterrupt would end the loop.
+        This method catches an interrupt by the user and continues to wait. Without this, the
+        interrupt would raise a KeyboardInterrupt in the event loop, and end the loop.
         """
         alarm = Alarm()
         with self._interrupts.watch(alarm.ring):

@@ -13,7 +13,7 @@ from ..errors import Code, GPUPoolError
 from ..text import did_you_mean
 from ..units import parse_bytes, parse_seconds
 
-#: For each subcommand: an example and an explanation, which ``%gpu help`` shows.
+#: Maps each subcommand to an example and an explanation. ``%gpu help`` shows both.
 SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("%gpu", "what this kernel has, asks for and waits for"),
     "details": (
@@ -49,7 +49,7 @@ _GPU_LINE = re.compile(r"^(\?{0,2}%{1,2}gpu\?{0,2}(\s|$)|%gpu\?)")
 _HEADER = re.compile(r"^%%gpu(\s+[^?]*)?$")
 
 
-#: The ``%%gpu`` line of the running cell, which the gate has executed.
+#: The ``%%gpu`` line of the running cell. The gate has already executed this line.
 current_header: ContextVar[str] = ContextVar("gpupool_current_header", default="")
 
 
@@ -69,7 +69,7 @@ class GPUCommand:
 
 @dataclass(frozen=True)
 class CellRequest:
-    """What a ``%%gpu`` line asks for: bytes, and the fields of the ``request`` message."""
+    """The request in a ``%%gpu`` line: its memory in bytes, and all fields of the message."""
 
     memory: int
     fields: Mapping[str, Any]
@@ -95,10 +95,11 @@ def cell_header(code: str) -> str:
 
 
 def hide_header(lines: list[str]) -> list[str]:
-    """Remove the ``%%gpu`` line that the gate has executed. This is an IPython input transformer.
+    """Return the lines of a cell without the ``%%gpu`` line that the gate has executed.
 
-    The line becomes a comment, so that the line numbers in tracebacks stay right. If another cell
-    magic follows, the line is removed, because that magic must be the first line of the cell.
+    IPython calls this function as an input transformer. The function turns the ``%%gpu`` line into
+    a comment, so that the line numbers in tracebacks stay right. If another cell magic follows, the
+    function removes the line instead, because a cell magic must be the first line of its cell.
     """
     header = current_header.get()
     if not header or not lines:
@@ -246,8 +247,8 @@ def _option(name: str, text: str, example: str = "") -> Any:
     return value
 
 
-#: A number without a unit, which means GiB. A comma before three digits does not match, because it
-#: may separate thousands.
+#: Matches a number without a unit. Such a number means GiB. A number with three digits after its
+#: comma does not match, because the comma may separate thousands.
 _GIB = re.compile(r"^\s*([0-9]+(?:\.[0-9]*|,[0-9]{0,2})?|\.[0-9]+)\s*$")
 _COMMA = re.compile(r"^\s*[0-9]+,[0-9]{0,2}(?![0-9])")
 

@@ -25,25 +25,26 @@ from .holds import Slice
 #: ``CUDA_ERROR_NOT_INITIALIZED`` (cuda.h): cuInit has not been called in this process.
 NOT_INITIALIZED = 3
 
-#: A framework's cap is this many bytes less than its grant. They are for the CUDA context and the
-#: libraries' own allocations. This is an estimate: the size of a context depends on the GPU and the
-#: driver.
+#: A framework's cap is its grant minus this many bytes. The CUDA context and the libraries' own
+#: allocations need these bytes. The number is an estimate, because the size of a context depends on
+#: the GPU and the driver.
 CONTEXT_BYTES = 512 << 20
 
 #: A framework's cap is at least this share of its grant, so that a small slice stays usable.
 SMALLEST_SHARE = 0.5
 
 
-#: This variable has the pool's own value of ``CUDA_VISIBLE_DEVICES``. It is set only in a kernel
-#: with a guard.
+#: The environment variable with a copy of the value that the pool has given to
+#: ``CUDA_VISIBLE_DEVICES``. Only a kernel with a guard has this variable.
 OURS_VARIABLE = "GPUPOOL_VISIBLE"
 
 
 class CudaProbe:
-    """Tells whether this process has called cuInit, without loading or initialising anything.
+    """Tells whether this process has called cuInit.
 
-    ``RTLD_NOLOAD`` finds libcuda only if something else has loaded it, and ``cuDeviceGetCount``
-    answers "not initialised" until this process has called cuInit.
+    This class never loads libcuda itself: ``RTLD_NOLOAD`` finds libcuda only if the process has
+    already loaded it. ``cuDeviceGetCount`` initialises nothing: it returns ``NOT_INITIALIZED``
+    until the process has called cuInit.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class CudaProbe:
         self._initialised = False
 
     def __call__(self) -> bool | None:
-        """Return whether cuInit was called; None if libcuda is loaded but cannot say."""
+        """Return whether cuInit was called; None if libcuda does not have ``cuDeviceGetCount``."""
         if self._initialised:
             return True  # a process cannot undo cuInit
         if self._library is None:
@@ -89,28 +90,29 @@ def show_devices(devices: Sequence[str], environ: MutableMapping[str, str] = os.
 
 
 def usable_bytes(granted: int) -> int:
-    """Return the bytes of a grant that a framework's allocator may take."""
+    """Return how many of the ``granted`` bytes the allocator of a framework may take."""
     return max(granted - CONTEXT_BYTES, int(granted * SMALLEST_SHARE))
 
 
 class FrameworkCaps:
-    """Keeps the memory limits of torch and CuPy at the size of the slice, if they are loaded.
+    """Sets the memory caps of torch and CuPy from the size of the slice, if these are loaded.
 
-    A cap does not enforce the limit. It makes the library free its caches, and then fail with its
-    own out-of-memory error, before the device is full.
+    A library that reaches its cap first frees its caches. If this does not free enough memory, the
+    library raises its own out-of-memory error, before the device is full. The caps are only for
+    these errors: they do not enforce the size of the slice.
     """
 
     def __init__(self, probe: CudaProbe) -> None:
         self._probe = probe
         self._set: dict[str, tuple[Slice, ...]] = {}
-        #: The last error, which ``%gpu`` shows. A cap that cannot be set must not cause an error in
-        #: a cell.
+        #: Why a cap could not be set; "" if no cap has failed. ``%gpu`` shows this text. The cell
+        #: itself raises no error for a failed cap.
         self.problem = ""
 
     def apply(self, slices: Sequence[Slice]) -> None:
-        """Set the caps that are not yet set for these slices.
+        """Set the caps of the loaded libraries for these slices.
 
-        If nothing has changed, this takes little time.
+        If a library already has the caps for these slices, this method skips the library.
         """
         wanted = tuple(slices)
         if not wanted:
@@ -120,8 +122,8 @@ class FrameworkCaps:
             if module is None or self._set.get(name) == wanted:
                 continue
             if name == "cupy" and self._probe() is not True:
-                # CuPy's call would initialise CUDA, so wait until the process has done so. Torch
-                # needs no wait: it stores the cap until its own initialisation.
+                # CuPy's call would initialise CUDA. So set CuPy's cap only after the process itself
+                # has initialised CUDA. Torch stores its cap until its own initialisation.
                 continue
             try:
                 if setter(module, wanted):
@@ -166,10 +168,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
-    """Return ``text``, a list of devices, with corrections; None if it needs no correction.
+    """Return the device list ``text`` with corrections; None if it needs no correction.
 
-    ``devices`` are the session's devices. ``ours`` is the pool's own list, which is the result if
-    ``text`` names only GPUs outside the session.
+    ``devices`` are the UUIDs of the session's devices. The corrected list does not contain GPUs
+    outside the session. If ``text`` names only such GPUs, the result is ``ours``, the pool's list.
     """
     if text == ours or not devices:
         return None
@@ -192,9 +194,10 @@ def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
 
 
 def _place(entry: str, devices: Sequence[str], home: Sequence[str]) -> int | None:
-    """Return the number in the session of the device that ``entry`` names.
+    """Return the index in ``devices`` of the device that ``entry`` names.
 
-    Return -1 if the device is not in the session, and None if the list ends at ``entry``.
+    Return -1 if the session does not have this device. Return None if ``entry`` is not valid: the
+    driver then ignores the rest of the list.
     """
     if not entry.upper().startswith(("GPU-", "MIG-")):
         number = re.match(r"\s*[+-]?[0-9]+", entry)

@@ -19,7 +19,7 @@ from ..guard.page import CLOSED, PASSED, SLOT_CONTEXT, Page, PageError, Reading
 from ..procfs import ProcessId, alive
 from ..protocol import encode
 
-#: In the environment of kernels under the guard: the path of the session's page.
+#: The environment variable with the path of the session's page. Only kernels with a guard have it.
 PAGE_VARIABLE = "GPUPOOL_PAGE"
 
 #: The guard's library, which replaces the driver's library of the same name.
@@ -32,7 +32,10 @@ NO_GUARD = "the broker does not guard this kernel"
 
 
 class MemoryFigures(NamedTuple):
-    """Bytes on the session's device with least free memory; ``waiting``: threads at the gate."""
+    """The bytes of the session's device with the least free memory, and a number of threads.
+
+    ``waiting`` is the number of the session's threads that wait at the gate.
+    """
 
     used: int
     granted: int
@@ -99,7 +102,10 @@ class Guard:
             self.problem = "the agent was unloaded"
 
     def reading(self) -> Reading | None:
-        """Return the page's data on living processes; None without a guard or a valid page."""
+        """Return what the session's page says, without the slots of dead processes.
+
+        Return None if the process has no guard, or if the page is not valid.
+        """
         if self._page is None:
             return None
         try:
@@ -117,7 +123,7 @@ class Guard:
             return ()
 
     def cuda(self) -> bool | None:
-        """Return whether a process of the session has called cuInit; None if that is not known."""
+        """Return whether any process of the session has called cuInit; None if unknown."""
         reading = self.reading()
         return None if reading is None else reading.cuda
 
@@ -137,8 +143,8 @@ class Guard:
     def away(self) -> bool:
         """Return whether this process's device state is in host memory, or will soon move there.
 
-        In this state a CUDA call waits. The page shows the state by a closed gate and a context of
-        the process.
+        A CUDA call waits until the device state is back on the device. The page shows this: the
+        gate is closed, and this process has a context.
         """
         reading = self.reading()
         if reading is None or reading.gate != CLOSED:
@@ -147,7 +153,7 @@ class Guard:
         return any(s.pid == own and s.flags & SLOT_CONTEXT for s in reading.slots)
 
     def refuses_managed(self) -> bool:
-        """Return whether managed memory is not allowed here."""
+        """Return whether the session may not allocate managed memory."""
         try:
             return self._page is not None and not self._page.managed()
         except OSError:

@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Values that describe a session's lease and its wait, and the late reports of its holds.
+"""Classes for a session's slice, its wait for a slice, and the late reports of its holds.
 
 Most cells end within milliseconds. Two messages to the broker for each cell would cost more than
-the cell gate itself. The agent may report its holds late, because while the session is attached,
-only the agent decides whether to give up the slice (in its answer to a ``yield``). The agent looks
-at its holds after :data:`BRIEF` seconds: it reports each hold that still lasts. If all have ended,
-it reports them together, as one hold.
+the cell gate itself. So the agent reports a hold to the broker late. It may do this, because only
+the agent decides whether an attached session gives up its slice (in its answer to a ``yield``).
+After :data:`BRIEF` seconds, the agent reports each hold that still lasts. If all holds have ended,
+the agent reports only the last of them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..errors import GPUPoolError
 from ..protocol import Message
 from ..units import format_wait
 
-#: Seconds until the agent reports a hold. The delay is short enough: people do not notice it, and
-#: the idle time-outs, which start with the report, are longer. It is long enough too: a notebook
-#: that runs many short cells reports them in a few messages.
+#: Seconds until the agent reports a hold. People do not notice this delay. The idle time-outs start
+#: with the report, and they are longer than the delay. But the delay is long enough to save
+#: messages: a notebook with many short cells sends only a few reports.
 BRIEF = 0.05
 
 
@@ -40,7 +40,8 @@ class HoldWait:
     """One hold that waits for its lease.
 
     ``answer`` is None during the wait. After the wait it is the broker's ``ok``, or the error that
-    ended the wait. ``on_change`` is called, in any thread, whenever the wait may have changed.
+    ended the wait. The link calls ``on_change`` whenever the state of the wait may have changed.
+    This call may happen in any thread.
     """
 
     def __init__(self, hold: str, kind: str, on_change: Callable[[], None]) -> None:
@@ -49,7 +50,7 @@ class HoldWait:
         self.on_change = on_change
         self.since = time.monotonic()
         self.asked = False
-        #: How many attempts to reach the broker had failed before the wait began.
+        #: The link's count of failed attempts to connect, at the beginning of the wait.
         self.failures = 0
         self.answer: Message | GPUPoolError | None = None
 
@@ -72,7 +73,10 @@ class QueuePlace(NamedTuple):
         return format_wait(time.monotonic() - self.since, self.left())
 
     def left(self) -> tuple[float, float] | None:
-        """Return the least and the most seconds that the wait will still take; None if unknown."""
+        """Return the shortest and the longest time left, in seconds.
+
+        Return None if the expected times are unknown, or if the latest time has passed.
+        """
         if self.expected is None:
             return None
         least, most = (at - time.monotonic() for at in self.expected)
@@ -80,9 +84,9 @@ class QueuePlace(NamedTuple):
 
 
 class CallRefusal(NamedTuple):
-    """The broker's answer to a CUDA call that got no slice or no memory.
+    """The broker's refusal of a CUDA call.
 
-    ``what`` is ``attach`` or ``grow``.
+    ``what`` is ``attach`` if the call needed a slice, and ``grow`` if it needed a larger slice.
     """
 
     what: str

@@ -44,9 +44,9 @@ class JaxBackends:
     def after(self, failed: bool, waits: bool) -> str:
         """Return the line to show under the cell; "" if none is needed.
 
-        ``failed``: the cell raised an error. In this case JAX may look for the GPU again, because
-        the cell has left no arrays. ``waits``: a call of the cell waited for a slice, and the
-        kernel still has no slice.
+        ``failed`` says whether the cell raised an error. After an error, this method lets JAX look
+        for the GPU again, because the cell has left no arrays. ``waits`` says whether a CUDA call
+        of the cell waited for a slice and the kernel still has no slice.
         """
         backends = _backends()
         if self._open or not backends or _NAMES.intersection(backends):

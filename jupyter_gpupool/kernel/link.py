@@ -3,12 +3,12 @@
 """The kernel's side of its session: its identity, its holds, and the connection to the broker.
 
 The agent *owns* its lease from the grant until it answers yes to a ``yield``. So a cell of an
-attached session runs without a question to the broker. The broker may even die and come back while
-cells run: the agent keeps the list of holds and sends it again in the next ``hello``.
+attached session runs at once, and does not wait for an answer of the broker. The broker may even
+die and restart while cells run: the agent sends its list of holds in the next ``hello``.
 
-Threads: cells call this module from the main thread and from subshell threads. The broker's pushes
-arrive in the client's reader thread, and one daemon thread connects. One lock protects all shared
-data. No thread holds the lock while it waits for an answer.
+Several threads use this module. Cells call it from the main thread and from subshell threads. The
+client's reader thread receives the broker's pushes. A daemon thread connects to the broker. One
+lock protects all shared data. No thread holds the lock while it waits for an answer.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from .revive import Reviver
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
 
-#: While a broker is being started: seconds between two attempts to connect, and between two checks.
+#: The longest pause between two attempts to connect while a broker starts, in seconds. A thread
+#: that waits for the broker's answer to the ``hello`` also checks the state this often.
 LOOK = 0.2
 
-#: If a broker dies before it answers a request, the agent sends the request again, for at most this
-#: many seconds in total.
+#: If a broker dies before it answers a request, the agent sends the request to the next broker. It
+#: stops this many seconds after the first try.
 REPEAT = 90.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
@@ -64,9 +65,9 @@ class SessionLink:
     environ:
         The kernel's environment, with the command that restarts a dead broker.
     member:
-        True in a process other than the kernel: another program of the session, or the program that
-        started the session. Such a process calls :meth:`wait` for each hold and never :meth:`take`,
-        because the broker sends it no ``yield``.
+        True if this process is not the kernel, but another program of the session, or the program
+        that started the session. The broker sends no ``yield`` to a member. So a member calls
+        :meth:`wait` for each hold, and never :meth:`take`.
     """
 
     def __init__(
@@ -95,13 +96,13 @@ class SessionLink:
         self._on_lost = on_lost
         self._on_notice = on_notice
         self._on_news = on_news
-        # The agent starts together with its process, which has not used CUDA yet. A member may
-        # start later, when its process may have used CUDA, so it must check.
+        # A kernel has not used CUDA when its agent starts. A member may start later, so it must
+        # check whether its process has already used CUDA.
         self._cuda_seen: bool | None = cuda() if member else False
         self._lock = threading.RLock()
         self._client: Client | None = None
-        #: The number of the latest attempt to connect. If the end of a connection is reported with
-        #: an earlier number, the agent ignores it.
+        #: The number of the latest attempt to connect. The agent ignores a report that the
+        #: connection of an earlier attempt has ended.
         self._attempt = 0
         self._greeted = False
         self._ready = threading.Event()
@@ -113,15 +114,17 @@ class SessionLink:
         self._reports = LateReports(self._lock, self._tell_hold, self._tell_over)
         self._waits: dict[str, HoldWait] = {}
         self._owed: dict[str, Any] | None = None
-        #: The running cells and widget callbacks. ``_wanted``: another kernel waits for the slice.
+        #: A key for each running cell or widget callback. ``_wanted`` says whether another kernel
+        #: waits for the slice.
         self._requests: set[object] = set()
         self._wanted = False
         self._down_since: float | None = time.monotonic()
-        #: When this agent sent the hello that the connected broker has not yet answered.
+        #: When this agent sent its ``hello``; None if the broker has answered it, or if the agent
+        #: has no connection.
         self._greeting_since: float | None = None
         self._failures = 0
-        #: Why there is no connection; None while there is one, and during the first attempt to
-        #: connect.
+        #: Why the agent has no connection. This is None while the agent has a connection, and
+        #: during its first attempt to connect.
         self.down: GPUPoolError | None = None
         self.state = "detached"
         self.attached = False
@@ -135,14 +138,14 @@ class SessionLink:
         #: Each device from the latest status, by UUID. It is kept because texts need the devices'
         #: names even without a broker.
         self.devices: dict[str, Mapping[str, Any]] = {}
-        #: Until when (``time.time()``) the user keeps the slice; 0.0 if the user does not keep it.
+        #: The time (``time.time()``) until which the user keeps the slice; 0.0 without a ``keep``.
         self.kept_until = 0.0
         self.queue: QueuePlace | None = None
         self.reason = ""
         self.pinned_reason = ""
-        #: ``preempted``: why the pool took this session's slice; "" if the pool did not take it, or
-        #: if the session has a slice again. ``remedy``: a sentence of advice. ``preempted_at``: the
-        #: time of the preemption (``time.monotonic()``).
+        #: ``preempted`` says why the pool took this session's slice. It is "" if the pool did not
+        #: take the slice, and again when the session has a new slice. ``remedy`` is a sentence of
+        #: advice. ``preempted_at`` is the time of the preemption (``time.monotonic()``).
         self.preempted = self.remedy = ""
         self.preempted_at = 0.0
         #: The pool's last refusal of a CUDA call of this session, and the number of refusals.
@@ -189,14 +192,15 @@ class SessionLink:
         return self.unreachable_for() > self.reviver.patience and self._failures > wait.failures
 
     def expected_back(self, give_up: float) -> bool:
-        """Return whether a request may be sent again after its connection has ended.
+        """Return whether the agent should repeat a request whose connection has ended.
 
-        After ``give_up`` (``time.monotonic()``) the request is not sent again.
+        The agent does not repeat a request after ``give_up`` (``time.monotonic()``), or if the
+        broker has been away for ``patience`` seconds.
         """
         return time.monotonic() < give_up and self.unreachable_for() < self.reviver.patience
 
     def wait_ready(self) -> None:
-        """Wait for a broker that should answer soon: a kernel has started, or a broker has died."""
+        """Wait until a broker answers the ``hello``, but stop after ``patience`` seconds."""
         if not self._greeted:
             self._poke.set()
         while not self._greeted:
@@ -221,10 +225,10 @@ class SessionLink:
             return tuple(self._holds)
 
     def take(self, hold: str, kind: str) -> bool:
-        """Take a hold if the session is attached; return False if it must wait for its slice.
+        """Take a hold and return True; return False if the session is not attached.
 
-        This method sends no request to the broker. If the hold lasts, the agent soon sends a
-        report, which needs no answer.
+        After False, the caller must wait for a slice. This method does not wait for the broker: the
+        agent reports the hold later, and the report gets no answer.
         """
         with self._lock:
             if not self.attached:
@@ -248,7 +252,7 @@ class SessionLink:
         return wait
 
     def drop(self, hold: str) -> None:
-        """End a hold, or its wait. An unknown hold is ignored, so a second call is safe."""
+        """End a hold, or the wait of this hold. A second call for the same hold does nothing."""
         with self._lock:
             wait = self._waits.pop(hold, None)
             if self._holds.pop(hold, None) is not None:
@@ -271,7 +275,7 @@ class SessionLink:
         """
         with self._lock:
             client = self._client if self._greeted else None
-            # Send these reports first, because their cells began before the request.
+            # Report the holds before the request, because their cells began before the request.
             self._reports.send()
         if client is None:
             self._poke.set()
@@ -281,8 +285,8 @@ class SessionLink:
     def call(self, kind: str, /, *, timeout: float = CALL_TIMEOUT, **fields: Any) -> Message:
         """Send a request about this session and return the answer.
 
-        This method first waits if a dead broker is expected back, or if a new kernel's ``hello``
-        has no answer yet. If the broker dies before it answers, this method sends the request to
+        If the broker has not answered the agent's ``hello``, this method first waits for that
+        answer. If the broker dies before it answers the request, this method sends the request to
         the next broker. So ``kind`` must be a request that a broker may carry out twice.
 
         Raises
@@ -323,7 +327,7 @@ class SessionLink:
                 self.request = dict(answer["request"])
 
     def owe_request(self, fields: Mapping[str, Any]) -> None:
-        """Send a change of the session's request as soon as a broker is back."""
+        """Store a change of the session's request; the agent sends it after the next ``hello``."""
         with self._lock:
             self._owed = dict(fields)
 
@@ -376,8 +380,8 @@ class SessionLink:
                     cuda=self._cuda_seen,
                     **self._role,
                 )
-                # From now on, other threads send their messages about holds after the hello, in the
-                # order of their calls.
+                # Other threads can send messages when ``_client`` is set. So set it only after the
+                # hello, because the hello must be the first message.
                 self._client = client
                 self._reports.forget()
                 self._greeting_since = time.monotonic()
@@ -386,8 +390,8 @@ class SessionLink:
             self._ended.set()
             return
         try:
-            # Wait as long as a broker may need to start. Each earlier attempt would leave a dead
-            # connection in the queue of the machine's socket.
+            # Wait as long as a broker may need to start. If the agent connected again earlier, the
+            # old connection would stay as a dead one in the queue of the machine's socket.
             patience = first_answer(self.path)
             answer = hello.result(patience)
         except (GPUPoolError, FutureTimeout, CancelledError) as error:
@@ -465,7 +469,10 @@ class SessionLink:
         self._changed()
 
     def _tell(self, kind: str, /, **fields: Any) -> None:
-        """Send a message that gets no answer. The caller holds the lock, to keep their order."""
+        """Send a message that gets no answer.
+
+        The caller holds the lock, so that the messages arrive in the right order.
+        """
         if self._client is not None:
             try:
                 self._client.send(kind, **fields)
@@ -525,10 +532,10 @@ class SessionLink:
         return key
 
     def end_request(self, key: object) -> None:
-        """Note the end of a request.
+        """Note the end of a cell or widget callback.
 
-        If no cell runs any more and another kernel waits for the slice, send the broker
-        ``resting``.
+        If no other cell or callback runs and another kernel waits for the slice, send ``resting``
+        to the broker.
         """
         with self._lock:
             self._requests.discard(key)
@@ -593,11 +600,11 @@ class SessionLink:
         self._on_news()
 
     def _yield(self, epoch: int) -> None:
-        """Give up the lease if nothing uses it.
+        """Give up the lease if nothing uses it, and tell the broker the decision.
 
-        If the epoch is older than the agent's own, the message is about a lease that has ended, and
-        the agent refuses. If the epoch is newer, the agent does not know the lease yet. It may
-        still agree, because a kernel without a hold does not use its slice.
+        If the epoch is older than the agent's own, the broker asks for a lease that has ended. The
+        agent then refuses. If the epoch is newer, the agent does not know the lease yet. The agent
+        may give up this lease too, because a kernel without a hold does not use its slice.
         """
         with self._lock:
             if epoch >= self.epoch:
@@ -630,7 +637,7 @@ class SessionLink:
             self.remedy = str(message.get("remedy") or "")
         if self.state in ATTACHED:
             self._take_lease(epoch, slices_of(message))
-        elif self.state != "detaching":  # the agent's answer to a yield has set these values
+        elif self.state != "detaching":  # in this state, ``_yield`` has already set these values
             if self.attached:
                 seen = self._cuda_seen if self._cuda_blocks else self._probe()
                 self.suspended = seen is not False

@@ -150,7 +150,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
     def _attach(self, link: SessionLink, gate: CellGate) -> None:
         """Wait for the slice in this cell.
 
-        This blocks the kernel, as every magic does; an interrupt ends the wait.
+        The wait blocks the kernel, as every magic does. An interrupt by the user ends the wait.
         """
         hold = f"manual-{next(self._ids)}"
         changed = threading.Event()
@@ -246,9 +246,10 @@ _SIZES = ("4GiB", "8GiB", "16GiB")
 
 
 def complete_gpu(_shell: Any, event: Any, limits: Mapping[str, Any] | None = None) -> list[str]:
-    """Complete ``%gpu`` and ``%%gpu``; IPython calls it as its ``complete_command`` hook.
+    """Return the completions for a line with ``%gpu`` or ``%%gpu``.
 
-    ``limits`` are the session's limits; no completion exceeds them.
+    IPython calls this function as a ``complete_command`` hook. ``limits`` are the session's limits;
+    the function offers no value above them.
     """
     limits = limits or {}
     words = str(event.line).split()

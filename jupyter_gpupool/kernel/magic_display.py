@@ -88,9 +88,10 @@ class _Display:
 
 
 class SessionDisplay(_Display):
-    """``%gpu``: one session, from its entry in the status snapshot.
+    """The output of ``%gpu`` for one session.
 
-    With ``details`` it shows all rows.
+    ``session`` is the session's entry in the status snapshot. With ``details`` the output has all
+    rows.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ def session_rows(
         rows.append(("share", " ".join(session["standing"])))
     if details and session.get("attach"):
         rows.append(("attaches", _ATTACH.get(str(session["attach"]), str(session["attach"]))))
-    # If the guard is off, always show this row, because the slice is not enforced.
+    # Show this row also without ``details`` if the guard is off: nothing then enforces the slice.
     if "guard" in session and (details or not session["guard"]):
         rows.append(("guard", _GUARD if session["guard"] else f"off: {session['guard_reason']}"))
     if snapshot.get("emulated") or any(
@@ -177,8 +178,8 @@ def session_rows(
     return rows
 
 
-#: By policy: the text of a session without a slice, which says how to get one. Policy ``cell`` uses
-#: the text of ``_STATES``.
+#: Maps an attach policy to the text for a session without a slice. The text says how to get a
+#: slice. Policy ``cell`` is absent, because it uses the text in ``_STATES``.
 _DETACHED = {
     "manual": "no slice now; type %gpu attach to get one",
     "lazy": "no slice now; the next CUDA call gets it",
@@ -270,7 +271,10 @@ def _all_out_of_service(snapshot: Mapping[str, Any]) -> str:
 
 
 def device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
-    """Return index and name of each device; the UUID if ``snapshot`` does not have it."""
+    """Return a text with the index and the name of each device.
+
+    The text has the UUID of a device that ``snapshot`` does not contain.
+    """
     known = {d.get("uuid"): d for d in snapshot.get("devices") or ()}
     names = []
     for uuid in devices:
@@ -280,7 +284,7 @@ def device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
 
 
 class PoolDisplay(_Display):
-    """``%gpu pool``: all devices and all sessions, with the values that this user may see."""
+    """The output of ``%gpu pool``: all devices and sessions, with the values for this user."""
 
     def __init__(self, snapshot: Mapping[str, Any], own: str) -> None:
         self._devices = [_device_row(d) for d in snapshot.get("devices") or ()]

@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Restarts a broker that has died, and describes the restart to the user of a waiting cell.
 
-A kernel may run in a different Python than the broker, and must not become the broker's parent
-process. So the agent runs the provisioner's shell command, as the guard does
-(:func:`jupyter_gpupool.startrecord.launcher`). This command returns at once.
+The agent cannot start the broker directly: a kernel may run in a different Python than the broker,
+and it must not become the broker's parent process. So the agent runs the provisioner's shell
+command, which the guard also runs (:func:`jupyter_gpupool.startrecord.launcher`). The command
+returns at once.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ GRACE = 5.0
 #: Seconds between two attempts of this kernel to start the broker.
 AGAIN = 2.0
 
-#: The most seconds that the shell command may take. It starts the broker and does not wait for it.
+#: The most seconds that the shell command may take. The command starts the broker, but does not
+#: wait until the broker accepts connections.
 SHELL = 10.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
 
 
 class Reviver:
-    """Restarts the broker at ``path``; the connecting thread calls its methods."""
+    """Restarts the broker at ``path``.
+
+    The link's connecting thread calls :meth:`away` and :meth:`came_back`.
+    """
 
     def __init__(self, path: Path, environ: Mapping[str, str]) -> None:
         self._path = path
@@ -40,10 +45,10 @@ class Reviver:
         self._next = 0.0
         #: Whether some process is starting the broker, or will start it soon.
         self.expected = self._service
-        #: If there is no broker for this many seconds, a cell stops waiting for it. After a failed
-        #: attempt to connect, :meth:`away` may set a longer time. For the machine's socket the time
-        #: is long from the start: that socket may accept connections while no broker runs, so no
-        #: attempt to connect would fail.
+        #: A cell stops waiting for the broker after this many seconds without a broker. After a
+        #: failed attempt to connect, :meth:`away` may set another time. But the machine's socket
+        #: may accept connections while no broker runs. Then no attempt to connect fails, so for
+        #: that socket the time is long from the start.
         self.patience = START_TIMEOUT if self._service else GRACE
 
     def away(self, error: GPUPoolError) -> GPUPoolError:

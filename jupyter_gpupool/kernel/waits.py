@@ -1,17 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A wait for a slice: the line that the cell shows, and the interrupt that ends the wait.
+"""Shows a line in a cell that waits for a slice, and ends the wait on an interrupt by the user.
 
-This module is for cells that wait before they run. In such a cell the line is the only output, so
-one ``clear_output`` removes it from the notebook and from the saved file. ``call_waits`` is for
-cells that wait while they run.
+This module is for cells that wait before they run. The line is then the only output of the cell, so
+one ``clear_output`` removes the line from the notebook and from the saved file. ``call_waits`` is
+for cells that wait while they run.
 
 ipykernel notices SIGINT during an ``await`` only when the await ends, and ignores SIGINT between
-cells. A wait therefore sets its own signal handler. A wait on the main thread sets the handler for
-its whole time. A subshell thread cannot set handlers. For a wait in such a thread, the main
-thread's event loop sets the handler, but only while SIGINT would otherwise be ignored. While a cell
-runs on the main thread, an interrupt ends that cell and not the wait, and the line about the wait
-says so.
+cells. So each wait needs its own signal handler. A wait on the main thread sets the handler until
+the wait ends. A subshell thread cannot set a signal handler. For a wait in a subshell thread, the
+main thread's event loop sets the handler, but only while no cell runs on the main thread. While a
+cell runs there, an interrupt ends that cell and not the wait. The line about the wait says this.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ class Alarm:
         self.ring()
 
     async def wait(self, tick: float = TICK) -> None:
-        """Wait at most ``tick`` seconds until the alarm rings.
+        """Wait until the alarm rings, but at most ``tick`` seconds.
 
-        If it has rung since the last call, return at once.
+        If the alarm has rung since the last call, return at once.
         """
         try:
             await within(self._rung.wait(), tick)
@@ -72,23 +71,24 @@ class Alarm:
 class Interrupts:
     """The waits of this process; an interrupt by the user ends them.
 
-    ``on_main_loop`` runs a function soon on the main thread's event loop, from any thread.
+    ``on_main_loop`` schedules a function on the main thread's event loop. Any thread may call it.
     """
 
     def __init__(self, on_main_loop: Callable[[Callable[[], None]], Any]) -> None:
         self._on_main_loop = on_main_loop
-        #: The wake-up function of each wait. No lock protects this dict, because the signal handler
-        #: may run between any two bytecodes of the main thread, even while the main thread holds
-        #: the lock. A lock is not necessary, because single operations on a dict are atomic.
+        #: The wake-up function of each wait. This dict must not have a lock: the signal handler
+        #: interrupts the main thread, and would wait without end for a lock that the main thread
+        #: holds. Single operations on a dict are atomic, so no lock is necessary.
         self._waits: dict[object, Callable[[], None]] = {}
-        #: Whether the main thread's loop repeatedly calls ``_look``. Only that loop uses this flag.
+        #: Whether the main thread's event loop calls ``_look`` each TICK seconds. Only functions in
+        #: that loop read or set this flag.
         self._looks = False
 
     @contextmanager
     def watch(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Call ``wake`` for each interrupt.
+        """Call ``wake`` for each interrupt by the user during the ``with`` block.
 
-        The signal handler calls ``wake``, so ``wake`` must do no more than set flags.
+        The signal handler calls ``wake``, so ``wake`` must return at once and take no lock.
         """
         key = object()
         on_main = threading.current_thread() is threading.main_thread()
@@ -112,7 +112,7 @@ class Interrupts:
             wake()
 
     def heard(self) -> bool:
-        """Return whether an interrupt now would end the waits; any thread may call this."""
+        """Return whether an interrupt would now end the waits. Any thread may call this method."""
         return signal.getsignal(signal.SIGINT) == self._handle
 
     def _arm(self) -> None:
@@ -133,7 +133,7 @@ class Interrupts:
 
 
 class GPUWaitInterrupted(GPUPoolError):
-    """Raised when the user interrupts the wait for a slice; the cell has not run."""
+    """Raised if the user interrupts a cell's wait for a slice before the cell runs."""
 
     code = Code.INTERRUPTED
 
@@ -147,7 +147,7 @@ def interrupted() -> GPUWaitInterrupted:
 
 
 def stopped(link: SessionLink) -> str:
-    """Return the line below a cell that the user has interrupted while its CUDA call waited."""
+    """Return the line to show after an interrupt of a cell whose CUDA call waited for a slice."""
     where = " The kernel's GPU state stays in host memory." if link.suspended else ""
     return (
         "GPU pool: you stopped the wait for a GPU slice. Nothing on the GPU has changed, and the "
@@ -168,15 +168,15 @@ HOW_TO_STOP_BESIDE = (
 HOW_TO_STOP_MAGIC = "Interrupt the kernel to stop waiting; the cell ends here."
 HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end the cell."
 
-#: This text replaces HOW_TO_STOP_CALL and HOW_TO_STOP_PREEMPTED if the user interrupts the kernel
-#: and the wait continues (``guard/src/wait.c``).
+#: If the wait continues after an interrupt by the user (``guard/src/wait.c``), the cell shows this
+#: text in place of HOW_TO_STOP_CALL or HOW_TO_STOP_PREEMPTED.
 HOW_TO_STOP_HELD = (
     "The interrupt changed nothing, because a library such as JAX waits in a call. If the call "
     "ends now, arrays that it may reuse (donated arguments) can be lost. "
     "Interrupt the kernel once more to end the call."
 )
 
-#: The hint in a cell after the pool has taken its slice.
+#: The cell shows this hint after the pool has taken the kernel's slice.
 HOW_TO_STOP_PREEMPTED = (
     "Its GPU state is in host memory and comes back by itself; the cell then goes on. "
     "Interrupt the kernel to end the cell."
@@ -212,18 +212,23 @@ def describe_preempted(link: SessionLink) -> str:
 
 
 def taken(why: str) -> str:
-    """Return a sentence with the rule by which the pool took the slice of a running cell."""
+    """Return a sentence that says why the pool took the slice of a running cell."""
     return sentence(f"the pool took the GPU from this cell: {why}")
 
 
 def worth_showing(link: SessionLink, wait: HoldWait, *, patient: bool = False) -> bool:
-    """Return whether to show this wait now (with ``patient``: only after PATIENCE seconds)."""
+    """Return whether the cell should show this wait now.
+
+    It shows the wait after PATIENCE seconds. Without ``patient`` it also shows the wait as soon as
+    the session has a place in the queue.
+    """
     return (link.queue is not None and not patient) or time.monotonic() - wait.since >= PATIENCE
 
 
 _QUIET = "color: var(--jp-ui-font-color2, #666)"
 
-#: JupyterLab's extension shows this type as text with buttons; other front ends show HTML or text.
+#: The MIME type of the data that JupyterLab's extension shows as text with buttons. Other front
+#: ends show the same output as HTML or as plain text.
 WAIT_TYPE = "application/vnd.gpupool.wait+json"
 
 
@@ -242,7 +247,7 @@ class WaitDisplay:
         self._ways = Ways(link)
         self._hint = hint
         self._shown: tuple[str, ...] = ()
-        #: Messages that this display has sent to the cell's output area.
+        #: How many messages this display has sent to the cell's output area since the last clear.
         self.published = 0
 
     @property
@@ -267,12 +272,11 @@ class WaitDisplay:
         # JupyterLab updates this time each second, like the times in its chip and its panel.
         time_told = time_left if time_left in text else ""
         data = {"session": self._link.session, "text": text, "time": time_told, "hint": hint}
-        # The mark ``wait``: after a restart of the kernel, a front end removes an output with this
-        # mark.
+        # After a restart of the kernel, a front end removes an output that has the mark ``wait``.
         self._data(" ".join(lines), markup, {"wait": True}, {WAIT_TYPE: data})
 
     def leave(self, text: str) -> None:
-        """Replace the line by ``text``, which stays: it says what happened to the cell."""
+        """Replace the line by ``text``, which says what happened to the cell. The text stays."""
         self._shown = ()
         markup = f'<div class="gpupool-preempted" style="{_QUIET}">{html.escape(text)}</div>'
         self._data(text, markup, {"preempted": True})
@@ -285,7 +289,7 @@ class WaitDisplay:
             self._publish("clear_output", {"wait": False})
 
     def empty(self) -> None:
-        """Make the line empty, because the cell shows other output, too."""
+        """Replace the line by an empty output; do not clear the cell, which has other output."""
         if self._shown:
             self._shown = ()
             self._data("", "", {"wait": True})

@@ -16,8 +16,8 @@ from ..protocol import Message
 from ..units import format_bytes, typed_bytes
 from .link import SessionLink
 
-#: Seconds between two requests for advice: SOON if the kernel's place in the queue has changed,
-#: otherwise AGAIN.
+#: The shortest time between two requests for advice, in seconds. SOON applies if the kernel's place
+#: in the queue has changed. Otherwise AGAIN applies.
 AGAIN = 10.0
 SOON = 1.0
 
@@ -26,7 +26,7 @@ MOST_NAMED = 3
 
 
 class Ways:
-    """Requests the advice from time to time, without waiting for the answer."""
+    """Requests the broker's advice at intervals, and does not wait for the answer."""
 
     def __init__(self, link: SessionLink) -> None:
         self._link = link
@@ -36,7 +36,7 @@ class Ways:
         self._found: tuple[str, ...] = ()
 
     def sentences(self) -> tuple[str, ...]:
-        """Return the advice of the last answer, and ask again if it may have changed."""
+        """Return the advice in the broker's last answer; send the next request if it is due."""
         if self._asked is not None and self._asked.done():
             asked, self._asked = self._asked, None
             if not asked.cancelled() and asked.exception() is None:

@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The decisions of the pool. The pool takes events and returns actions; each event has its time.
+"""Makes the decisions of the pool: it takes events, and returns actions.
 
-The package reads no clock, does no I/O, and reads no configuration file.
+The package reads no clock, because each event carries its time. It does no I/O, and reads no
+configuration file.
 
 The modules, in the order in which an event passes through them:
 
@@ -24,8 +25,8 @@ The modules, in the order in which an event passes through them:
 ``placement``       what a session needs, and where it fits
 ``draft``           the copy of the accounts on which a pass tries its plan
 ``preemption``      which leases may be preempted, when, and for which session
-``victims``         which of these leases make room for a session, and on which devices
-``reach``           which requests of a long queue need no search, because the search would fail
+``victims``         which leases a session preempts to get room, and on which devices
+``reach``           for which requests of a long queue the search for victims would fail
 ``running``         which leases in use may be preempted: bursts, guarantees, classes, turns
 ``unsuspendable``   warns and ends sessions that cannot be suspended and that others wait for
 ``residence``       how long an idle lease is protected

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Attribution of GPU memory: to sessions, to the driver, and to programs outside the pool.
 
-Only functions of their arguments: the broker reads the figures from the driver, and acts on the
-results. A size is a number of bytes on one device, except in a mapping by device. The module
+The results depend only on the arguments: the broker reads the figures from the driver, and acts on
+the results. A size is a number of bytes on one device, except in a mapping by device. The module
 computes five things, in this order:
 
 * *Attribution* (:func:`attribute`): which part of the used memory belongs to which session, which
@@ -51,8 +51,8 @@ class Observed:
 
     used: int
     listed: Sequence[Listed] = ()
-    #: Bytes that the driver uses for itself in addition to the bytes that it reports as reserved.
-    #: The device's capacity does not contain them.
+    #: Bytes that the driver uses for itself, but does not report as reserved. The capacity that the
+    #: pool counts for the device does not contain these bytes.
     driver: int = 0
     #: Bytes that a process's first context takes on the device.
     context: int = 0
@@ -65,7 +65,7 @@ class LeaseHolder:
     granted: int
     #: Bytes that the guard counts for the session's processes; 0 without a guard.
     counted: int = 0
-    #: False if none of the session's processes has called cuInit.
+    #: Whether a process of the session has called cuInit; None if unknown.
     cuda: bool | None = None
 
 
@@ -75,11 +75,11 @@ class Attribution:
 
     #: Bytes of processes that are outside the pool.
     foreign: int
-    #: By session with a slice on the device: its bytes. A session is absent if its bytes are
-    #: unknown.
+    #: Maps each session with a slice on the device to its bytes. Sessions with an unknown number of
+    #: bytes are absent.
     footprints: Mapping[str, int] = field(default_factory=dict)
-    #: By session, with or without a slice: its bytes as the driver reports them, without the
-    #: guard's count.
+    #: Maps each listed session, with or without a slice, to its bytes. These bytes are the driver's
+    #: figures, without the guard's count.
     shown: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -95,10 +95,10 @@ def attribute(
     Each byte is given to one user only, in this order:
 
     1. Listed bytes of a session with a slice belong to this session.
-    2. Used bytes that the driver lists for no process belong to the slices. A session that is not
-       listed gets at most the bytes of its whole slice. A session that is listed gets at most the
-       bytes of one context, and at most the rest of its slice. A process whose number belongs to
-       another PID namespace counts as not listed, because it may belong to a session.
+    2. Used bytes that the driver lists for no process belong to the sessions with a slice. A
+       session that is not listed gets at most the bytes of its slice. A listed session gets at most
+       the bytes of one context, and at most the rest of its slice. A process of another PID
+       namespace counts as not listed, because the process may belong to a session.
     3. The remaining bytes, and the bytes that the list still shows for suspended sessions, belong
        to the driver, up to ``driver`` bytes in total.
     4. The bytes that remain after these steps are foreign. The listed bytes of processes without a
@@ -123,8 +123,8 @@ def attribute(
             named[entry.session] = named.get(entry.session, 0) + entry.bytes
     strangers = listed - sum(named.values())
     footprints = {name: size for name, size in named.items() if name in holders}
-    # Bytes of suspended sessions, which have no slice. (If a session uses more than its slice, the
-    # pool counts the excess elsewhere.)
+    # The listed bytes of sessions without a slice: these sessions are suspended. (The bytes that a
+    # session uses beyond its slice are not in ``left``.)
     left = {n: size for n, size in named.items() if n not in holders and n not in landing}
     in_slices = sum(
         min(observed.context, max(0, holder.granted - footprints[name]))
@@ -141,7 +141,8 @@ def attribute(
     shown = {**footprints, **{name: min(size, most) for name, size in left.items()}}
     for name, holder in holders.items():
         if name not in footprints and holder.cuda is False:
-            # The session has no device memory: the pool can take its slice without host memory.
+            # Without cuInit the session has no device memory. So the pool needs no host memory to
+            # take the session's slice.
             footprints[name] = 0
         counted = min(holder.counted, holder.granted)
         if counted or name in footprints:
@@ -151,25 +152,26 @@ def attribute(
 
 # ---------------------------------------------------------------------- the driver's own memory
 
-#: The most unlisted memory that counts as the driver's own: ``DRIVER_MOST`` bytes, or the device's
-#: size divided by ``DRIVER_PART`` if this is smaller. More unlisted memory must belong to processes
-#: that the driver does not list.
+#: Unlisted memory counts as the driver's own only up to a limit: the smaller of ``DRIVER_MOST`` and
+#: the device's size divided by ``DRIVER_PART``. Unlisted memory beyond the limit must belong to
+#: processes that the driver does not list.
 DRIVER_MOST, DRIVER_PART = 1 << 30, 8
 
-#: Between two samples, the driver's own memory varies by at most ``SLACK`` bytes, or by the
-#: device's size divided by ``SLACK_PART`` if this is smaller.
+#: The driver's own memory varies a little between two samples. The largest normal difference is the
+#: smaller of ``SLACK`` and the device's size divided by ``SLACK_PART``.
 SLACK, SLACK_PART = 64 * MiB, 256
 
-#: The driver still lists a process for a while after its end. So the smallest of this many samples
-#: counts, all taken while no slice and no foreign process uses the device.
+#: The driver's own memory is the smallest of this many samples. The broker takes the samples while
+#: no slice and no foreign process uses the device. One sample is not enough, because the driver
+#: still lists a process for a while after the end of the process.
 REST_LOOKS = 3
 
 
 def unlisted(used: int, sizes: Iterable[int | None]) -> int:
-    """Return the used bytes that belong to no listed process. ``sizes``: the sizes in the list.
+    """Return the used bytes that belong to no listed process.
 
-    If the driver lists a process without its size, return 0, because all these bytes may belong to
-    that process.
+    ``sizes`` are the sizes of the listed processes. If one size is unknown (None), the result is 0,
+    because all unlisted bytes may belong to that process.
     """
     known = [*sizes]
     if None in known:
@@ -196,9 +198,9 @@ def driver_share(reserved: int, residue: int, total: int) -> int:
 def at_rest(listed: Iterable[Listed], *, leased: bool) -> bool:
     """Return whether used memory that belongs to no process must be the driver's own.
 
-    This is true only if no session has a slice on the device (``leased``) and no process outside
-    the pool uses the device. (The driver's list names the bytes that suspended sessions still have
-    on the device.)
+    ``leased`` says whether a session has a slice on the device. The result is true if no session
+    has a slice and no process outside the pool uses the device. Suspended sessions may still have
+    bytes on the device, but the driver lists these bytes.
     """
     return not leased and all(entry.session is not None for entry in listed)
 
@@ -206,10 +208,11 @@ def at_rest(listed: Iterable[Listed], *, leased: bool) -> bool:
 def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) -> int | None:
     """Return the driver's own bytes, measured again at rest; None if they have not changed.
 
-    ``looks`` are the latest results of :func:`unlisted`. ``was`` is the result that the broker has
-    used until now. Over weeks in which kernels start and end, the driver's own memory grows. If the
-    broker measured this memory only once, the growth would count as foreign. A result slightly
-    below ``was`` counts as unchanged.
+    ``looks`` are the latest results of :func:`unlisted`. ``was`` is the number of bytes that the
+    broker has used until now. A new number slightly below ``was`` counts as unchanged.
+
+    The driver's own memory grows over weeks, while kernels start and end. If the broker measured
+    this memory only once, the growth would count as foreign.
     """
     if len(looks) < REST_LOOKS:
         return None
@@ -219,13 +222,12 @@ def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) ->
 
 # ---------------------------------------------------------------------- overhead of a process
 
-#: The smallest of this many consecutive samples counts. One sample is not enough, because the
-#: program continues to run while the broker reads first one figure and then the other.
+#: The overhead is the smallest of this many consecutive samples. One sample is not enough: the
+#: program continues to run between the reading of the driver's figure and of the guard's figure.
 AGREE = 3
 
-#: The most bytes of one process that count as the driver's overhead and not as overuse: the smaller
-#: of ``EXCUSED_MOST`` and the device's size divided by ``EXCUSED_PART``, but at least
-#: ``EXCUSED_LEAST``.
+#: The largest overhead of a process that does not count as overuse: the smaller of ``EXCUSED_MOST``
+#: and the device's size divided by ``EXCUSED_PART``, but at least ``EXCUSED_LEAST``.
 EXCUSED_LEAST, EXCUSED_MOST, EXCUSED_PART = 64 * MiB, 1 << 30, 8
 
 
@@ -239,8 +241,8 @@ class Overhead:
     #: The driver's latest figures (at most 2) for the process while it had no memory except its
     #: context.
     alone: tuple[int, ...] = ()
-    #: The latest samples (at most ``AGREE``) of the bytes beyond the guard's charge, without the
-    #: difference of the context.
+    #: The latest samples, at most ``AGREE``. A sample is the number of bytes beyond the guard's
+    #: charge, minus :meth:`correction`.
     seen: tuple[int, ...] = ()
     #: The smallest of the last ``AGREE`` samples in ``seen``.
     learnt: int = 0
@@ -250,9 +252,9 @@ class Overhead:
     ) -> tuple[Overhead, int]:
         """Add one sample; return the new record, and the bytes beyond the charge in this sample.
 
-        The guard has charged ``constant`` bytes for the context and ``counted`` bytes in total; the
-        driver shows ``shown`` bytes. ``complete``: the processes in the driver's list account for
-        all used memory. In this case ``shown`` is correct even if it is below the charge.
+        The guard has charged ``constant`` bytes for the context and ``counted`` bytes in total. The
+        driver shows ``shown`` bytes. ``complete`` says whether the listed processes account for all
+        used memory. If they do, ``shown`` is correct even if it is below the guard's charge.
         """
         context = self.context
         alone: tuple[int, ...] = ()
@@ -268,13 +270,14 @@ class Overhead:
         return replace(known, seen=seen, learnt=learnt), more + max(0, correction)
 
     def correction(self, constant: int) -> int:
-        """Return the bytes that the process's context takes beyond the charge; negative if it takes
-        less.
+        """Return the size of the context minus ``constant``, its charge; 0 if the size is unknown.
+
+        The result is negative if the context is smaller than the charge.
         """
         return self.context - constant if self.context is not None and constant else 0
 
     def beyond(self, constant: int) -> int:
-        """Return all bytes that the driver takes beyond the charge; negative if it takes less."""
+        """Return the bytes that the driver takes for the process, minus the guard's charge."""
         return self.learnt + self.correction(constant)
 
 
@@ -285,20 +288,24 @@ def complete(observed: Observed) -> bool:
 
 
 def excused(total: int) -> int:
-    """Return how much overhead of a process is not overuse, on a device of ``total`` bytes."""
+    """Return the largest overhead of a process that does not count as overuse.
+
+    ``total`` is the size of the device in bytes.
+    """
     return max(EXCUSED_LEAST, min(EXCUSED_MOST, total // EXCUSED_PART))
 
 
 # ---------------------------------------------------------------------- overuse
 
 #: The tolerated bytes beyond a slice: the device's size divided by ``TOLERATED_PART``, but at least
-#: ``TOLERATED_LEAST`` and at most ``TOLERATED_MOST``. The driver itself takes memory for the local
-#: arrays of all threads that can run at the same time; a larger device runs more threads. The
-#: driver's overhead for each process (see :class:`Overhead`) is tolerated in addition.
+#: ``TOLERATED_LEAST`` and at most ``TOLERATED_MOST``. They depend on the size of the device: the
+#: driver takes memory for the local arrays of all threads that can run at the same time, and a
+#: larger device runs more threads. In addition, the broker tolerates the driver's overhead for each
+#: process (see :class:`Overhead`).
 TOLERATED_LEAST, TOLERATED_MOST, TOLERATED_PART = 64 * MiB, 512 * MiB, 16
 
-#: This many consecutive samples must show overuse. A single sample proves nothing, because the
-#: broker may have taken it after a suspend but before the pool recorded this suspend.
+#: The broker acts after this many consecutive samples with overuse. A single sample proves nothing:
+#: the broker may take a sample after a suspend, but before the pool records this suspend.
 SAMPLES = 3
 
 
@@ -317,9 +324,10 @@ def overuse(
 ) -> int:
     """Return the bytes that a session has beyond its slices, summed over all devices.
 
-    All arguments are bytes by device: the session's memory as the driver shows it, the session's
-    slices, the driver's overhead for its processes, and the devices' sizes. Each device has its own
-    tolerated bytes. Tolerated bytes that are left on one device do not excuse overuse on another.
+    Each argument maps devices to bytes. ``used`` is the session's memory as the driver shows it.
+    ``granted`` is the session's slices. ``explained`` is the driver's overhead for the session's
+    processes. ``totals`` is the sizes of the devices. The excess on a device counts only if it is
+    larger than the tolerated bytes of this device.
     """
     over = 0
     for device, size in used.items():
@@ -332,8 +340,8 @@ def overuse(
 def confirmed(samples: int, over: int) -> tuple[int, bool]:
     """Return the number of consecutive samples with overuse, and whether the broker must act now.
 
-    ``samples`` is the number before this sample; this sample shows ``over`` bytes. The second value
-    is true only once in a series of samples with overuse.
+    ``samples`` is the number before this sample. This sample shows ``over`` bytes of overuse. In a
+    series of samples with overuse, the second value is true only once.
     """
     samples = samples + 1 if over else 0
     return samples, samples == SAMPLES
@@ -376,9 +384,9 @@ def state_moved(
 ) -> tuple[Slice, ...]:
     """Return the state that a suspend has moved away from ``slices``: one part for each slice.
 
-    The size of a part is the number of bytes in ``freed``. If there is none, the driver does not
-    know the size. The function then uses the estimate of :func:`state_to_move` (``before``), or the
-    size of the slice if there is no estimate.
+    The size of a part is the number of bytes that ``freed`` has for the device. If ``freed`` has no
+    number, the driver does not know the size. The function then uses ``before``, the estimate of
+    :func:`state_to_move`. If ``before`` has no number either, it uses the size of the slice.
     """
     return tuple(
         Slice(s.device, freed.get(s.device) or before.get(s.device, s.bytes)) for s in slices
@@ -389,8 +397,8 @@ def restore_room(state: int, granted: int, headroom: int) -> int:
     """Return the bytes that a device must show as free before the broker tries a restore of
     ``state``.
 
-    The result is at most the ``granted`` bytes, because a state that fills a device leaves no room
-    for ``headroom``. But it is never less than the state, even if the pool granted less: a restore
-    without room kills the process.
+    The result is ``state`` plus ``headroom``, but at most ``granted``: a state that fills a device
+    leaves no room for the headroom. The result is never less than ``state``, even if ``granted`` is
+    smaller, because a restore without room kills the process.
     """
     return min(state + headroom, max(state, granted))

@@ -2,11 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """A draft of the plan: what the plan leaves free on each device, in each limit and in host memory.
 
-A :class:`Draft` is a copy of the accounts on which the pass tries its plan; it never changes the
-facts. It begins with the facts, less the bytes that the last plan promised. The pass then gives
-bytes to one session after another, and each time fewer bytes are left in the draft. Growth and
-forecasts also read a draft: the bytes left in it are neither promised to a session nor reserved for
-the head of the queue.
+A :class:`Draft` is a copy of the accounts. The pass tries its plan on this copy, and so does not
+change the facts. At first the draft has the free bytes of the facts, minus the bytes that the last
+plan promised. The pass then gives bytes to one session after another, and each time fewer bytes are
+left in the draft. Growth and forecasts also read a draft, because the bytes that are left in it are
+neither promised to a session nor reserved for the head of the queue.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .shares import Shares
 #: The value of :data:`Where` for a need that accepts any device.
 ANY: Where = ("", None)
 
-#: A lease that another session may preempt, its bytes on a device, and a class: only sessions of a
-#: higher class may preempt the lease (:func:`.running.open_above`). For an idle lease that nothing
-#: protects, the class is minus infinity.
+#: A lease that another session may preempt: the session that has the lease, the bytes of the lease
+#: on a device, and a class. Only sessions above this class may preempt the lease
+#: (:func:`.running.open_above`). The class is minus infinity if nothing protects the idle lease.
 Candidate = tuple[Session, int, float]
 
 
@@ -60,8 +60,8 @@ class Room:
     def __init__(self, ledger: DeviceLedger) -> None:
         self.ledger = ledger
         self.uuid = ledger.device.uuid
-        #: Bytes that are free now, and bytes that are free after all suspends under way. Neither of
-        #: them includes promised bytes.
+        #: ``avail`` is the number of bytes that are free now. ``expect`` is the number of bytes
+        #: that are free after all suspends under way. Both exclude the promised bytes.
         # This repeats the formula of ``ledger.free`` for speed, because each pass makes a room for
         # each device.
         self.avail = ledger.capacity - ledger.granted - ledger.foreign - ledger.overuse
@@ -82,11 +82,12 @@ class Room:
         self.promised += size
 
     def spare(self, wanted: int) -> int:
-        """Return the bytes for backfill here while the head of the queue reserves ``wanted`` bytes.
+        """Return how many bytes sessions behind the head of the queue can take on this device.
 
-        The head of the queue waits until leases on this device end. The result is the number of
-        bytes that other sessions can take without a delay of the head. It is correct for every
-        order in which the leases may end, so the pool need not know when they end.
+        The head wants ``wanted`` bytes here, and waits until leases on this device end. The result
+        is the number of bytes that other sessions can take without a delay of the head. It is
+        correct for every order in which the leases may end, so the pool need not know when they
+        end.
 
         Call a lease small if it has fewer bytes than the head still lacks. If all small leases
         together free fewer bytes than the head lacks, the head must wait for at least one large
@@ -112,9 +113,9 @@ def _harmless(missing: int, leases: Iterable[tuple[Session, int]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The reservation of the head of the queue: the bytes that it wants, by device.
+    """The reservation of the head of the queue: the devices, and the wanted bytes on each.
 
-    Sessions behind the head get only the bytes there that :meth:`Room.spare` proves harmless.
+    On these devices, sessions behind the head get only the bytes that :meth:`Room.spare` returns.
     """
 
     session: str
@@ -128,11 +129,11 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A promise to one session: it gets these bytes when suspends under way have freed them."""
+    """Bytes that one session will get when the suspends under way have freed them."""
 
     takes: tuple[Slice, ...]
     charge: Charge
-    #: How many waits had begun in the pool when the plan first made this promise.
+    #: The pool's count of begun waits at the time when the plan first made this promise.
     made: int
 
 
@@ -144,7 +145,8 @@ class Known:
     def __init__(self) -> None:
         #: The answers of :meth:`Draft.reach`.
         self.reaches: dict[tuple[Where, int | None], list[int]] = {}
-        #: By kind of request: why the search must fail, and for which owners; see :mod:`.reach`.
+        #: For kinds of requests for which the search must fail: for which owners it fails, and the
+        #: reason; see :mod:`.reach`.
         self.hopeless: dict[object, tuple[float, float, Reason]] = {}
         #: The answer of :meth:`Draft.most_free`.
         self.most_free: int | None = None
@@ -166,21 +168,21 @@ class Draft:
     #: Sessions that this plan attaches, or whose lease it lets grow. A plan does this at most once
     #: for a session.
     settled: set[str] = field(default_factory=set)
-    #: By group: the bytes of the leases that this plan suspends.
+    #: Maps a group to the bytes of its leases that this plan suspends.
     going: dict[str, int] = field(default_factory=dict)
-    #: Whether the rooms already list the leases that another session may preempt; and whether one
-    #: of these leases is in use.
+    #: ``offers_known`` says whether the rooms already list the leases that another session may
+    #: preempt. ``offers_in_use`` says whether at least one of these leases is in use.
     offers_known: bool = False
     offers_in_use: bool = False
-    #: By owner and device: the bytes of leases in use whose time slice is over.
+    #: For each owner and device: the bytes of the owner's leases in use whose time slice is over.
     turns_over: dict[Owner, dict[str, int]] = field(default_factory=dict)
-    #: The tiers found until now, by the asking session (or its kind) and the holder; see
-    #: ``victims.Trial.tier``.
+    #: The cached answers of ``victims.Trial.tier``. A key is the asking session (or its kind) and
+    #: the holder of the lease.
     tiers: dict[tuple[Any, str], int | None] = field(default_factory=dict)
     #: Cached answers; every method that changes the draft replaces this object by an empty one.
     known: Known = field(default_factory=Known)
-    #: The grants of this plan; and whether the rooms already list the leases for whose end the head
-    #: waits.
+    #: ``_taken`` has the grants of this plan. ``_leases_known`` says whether the rooms already list
+    #: the leases whose end the head of the queue waits for.
     _taken: list[tuple[Session, Slice]] = field(default_factory=list)
     _leases_known: bool = False
     #: The answers of :meth:`opened`.
@@ -216,10 +218,10 @@ class Draft:
             self._groups[name] += sign * charge[0]
 
     def lacking(self, owner: Owner, more: Charge, less: Iterable[Session] = ()) -> Lack | None:
-        """Return a limit, of the owner or of one of its groups, that ``more`` would exceed; None if
-        there is none.
+        """Return a limit that ``more`` would exceed; None if all limits allow ``more``.
 
-        ``less`` are leases that go back to the pool before ``more`` is added.
+        The limits are those of the owner and of the owner's groups. ``less`` are leases that go
+        back to the pool before ``more`` is added.
         """
         facts = self.facts
         settings, caps = facts.settings, facts.tree.caps
@@ -254,7 +256,10 @@ class Draft:
         return lack is None
 
     def room_of(self, owner: Owner) -> Lack | None:
-        """Return the owner's group cap that has the fewest bytes left; None if no cap applies."""
+        """Return the cap with the fewest bytes left, of the owner's groups; None if no cap applies.
+
+        ``most`` of the result is the number of bytes left.
+        """
         caps = self.facts.tree.caps
         left = (
             Lack("memory", caps[g] - self._groups[g], g)
@@ -263,19 +268,20 @@ class Draft:
         return min(left, key=lambda lack: lack.most, default=None)
 
     def coming_back(self, owner: Owner) -> list[Session]:
-        """Return the leases in the owner's limits that will end, by a suspend under way or a
-        planned suspend.
+        """Return the leases in the owner's limits that a suspend will end.
+
+        The suspend may be under way, or this draft may plan it.
         """
         if not (self.facts.settings.quotas or self.facts.tree.caps):
             return []
         return [s for s in self.sharing(owner) if s.state == "detaching" or s.id in self.leaving]
 
     def sharing(self, owner: Owner, group: str | None = None) -> list[Session]:
-        """Return the leases that count in the limits of the owner: its own leases, and those of the
-        members of its groups.
+        """Return the leases that count in the limits of the owner.
 
-        With ``group``, return the leases that count in one limit only: the limit of this group, or,
-        for "", the limit of the owner itself.
+        These are the owner's own leases, and the leases of all members of the owner's groups with a
+        cap. If ``group`` is the name of a group, return only the leases that count in this group's
+        limit. If it is "", return only the leases that count in the owner's own limit.
         """
         facts = self.facts
         if group:
@@ -312,12 +318,12 @@ class Draft:
         return choose(needs, self.facts.devices, left, preferred(s))
 
     def waits(self, takes: Iterable[Slice], least: int) -> bool:
-        """Return whether a session with the promise ``takes`` must certainly still wait.
+        """Return True if a session with the promised slices ``takes`` must certainly wait.
 
-        The answer is True if two conditions are met. First, at least one promised slice needs bytes
-        of a suspend that is under way. Second, no device has ``least`` free bytes, even if the
-        session's own promise were withdrawn. (``least`` is the size of its smallest slice.) If the
-        answer is False, the session may or may not have to wait.
+        Two conditions must be true. First, at least one promised slice needs bytes of a suspend
+        that is under way. Second, no device has ``least`` free bytes, even if the bytes of the
+        session's own promise were free. (``least`` is the size of the session's smallest slice.) If
+        the result is False, the session may still have to wait.
         """
         most, late = self.most_free(), False
         for x in takes:
@@ -389,10 +395,10 @@ class Draft:
     # ------------------------------------------------------------------ host memory
 
     def host_left(self, devices: Iterable[str] = ()) -> int:
-        """Return the host bytes that a suspend may take, minus the bytes that the head of the queue
-        will need.
+        """Return the host bytes that a suspend may take.
 
-        Nothing is subtracted if the suspend frees memory on ``devices`` that the head has reserved.
+        The result excludes the host bytes that the head of the queue will need. But if the suspend
+        frees memory only on ``devices`` that the head has reserved, the suspend may take them, too.
         """
         held = self.reservation
         if held is None:
@@ -401,8 +407,8 @@ class Draft:
         if freed and freed <= held.wanted.keys():
             return self.host
         missing = (max(0, size - self.rooms[uuid].expect) for uuid, size in held.wanted.items())
-        # The head may have reserved more devices than it needs. In this case, only those devices
-        # count where the fewest bytes are missing.
+        # The head may have reserved more devices than it needs. It will use the devices on which
+        # the fewest bytes are missing, so only these devices count.
         return self.host - sum(sorted(missing)[: held.count])
 
     def host_lack(self, victims: Iterable[Session], room: int) -> HostLack:
@@ -458,11 +464,11 @@ class Draft:
         room.leases.append((s, held + x.bytes))
 
     def _find_leases(self) -> None:
-        """List the leases of each device in its room. Only :meth:`Room.spare` needs these lists.
+        """List the leases of each device in the device's room, for :meth:`Room.spare`.
 
-        The draft calls this method only when it has a reservation. The facts do not change during a
-        pass, so the leases are still the same. The method adds the grants of this pass in their
-        order.
+        Only a draft with a reservation needs these lists, so the draft makes them late. The facts
+        do not change during a pass, so they have the leases from before the pass. This method adds
+        the grants of this pass, in the order in which the pass made them.
         """
         self._leases_known = True
         for room in self.rooms.values():
@@ -524,7 +530,7 @@ class Draft:
         self.known = Known()
         self.count(head.owner, held.charge)
         for uuid in held.wanted if head.lease.slices else ():
-            # The head waits for other leases to end, not for its own.
+            # The head does not wait for the end of its own lease, so remove it from the list.
             room = self.rooms[uuid]
             room.leases = [(s, size) for s, size in room.leases if s is not head]
 
@@ -534,6 +540,6 @@ class Draft:
         self.reservation = None
         self.known = Known()
         if head.lease.slices:
-            # The rooms do not list the leases of this head. List them again, because another
-            # session that becomes the head also waits for them.
+            # The rooms do not list the leases of this head. Another head would wait for these
+            # leases too. So the next reservation must make the lists again.
             self._leases_known = False

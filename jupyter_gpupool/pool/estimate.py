@@ -2,19 +2,19 @@
 # Distributed under the terms of the Modified BSD License.
 """How long a waiting session will probably wait: a range, computed from past waits.
 
-1. *The figure.* The pool simulates the sessions ahead of the waiting session. In the simulation, a
-   kernel on a suitable GPU gives its slice back when its work ends (estimated from the duration of
-   earlier work), when its time slice is over, or when nothing protects its slice any more. The
-   first of these times counts. The sessions ahead get slices in their order, and keep them for as
-   long as such work usually takes. The pool makes a figure when a session begins to wait, and again
-   when its place changes or when suspends begin to make room for it.
+1. *The figure* is the length of the wait in a simulation of the sessions ahead. In the simulation,
+   a kernel on a suitable GPU gives its slice back at the first of three times: when its cell ends
+   (estimated from earlier cells), when its time slice is over, or when nothing protects its slice
+   any more. The sessions ahead get slices in their order, and keep each slice for the usual time of
+   a cell. The pool makes a figure when a session begins to wait. It makes a new figure when the
+   session's place changes, or when suspends begin to make room for the session.
 2. *The range.* When a wait ends, the pool notes the ratio of the real wait to its figure. The range
    is the figure times quantiles of the last ``MOST`` ratios (split conformal prediction: V. Vovk et
-   al., "Algorithmic Learning in a Random World", 2005). If the ratios of future waits are similar
-   to those of past waits, a part ``COVER`` of all waits ends inside the range, even if the
-   simulation is not exact. While a session waits, the ratio of its wait to its figure grows. A past
-   wait counts only if its ratio is greater than the ratio that the present wait has reached.
-   Without this rule, a long wait would always seem nearly over.
+   al., "Algorithmic Learning in a Random World", 2005). If future ratios are similar to past
+   ratios, a part ``COVER`` of all waits ends inside the range, even if the simulation is not exact.
+   While a session waits, the ratio of its wait to its figure grows. A past wait counts only if its
+   ratio is greater than the ratio that the present wait has reached. If all past waits counted, a
+   long wait would always seem nearly over.
 3. *No evidence.* If fewer than ``LEAST`` past waits count, there is no range.
 
 Estimates are not a part of the plan. :class:`~.news.News` computes them after the plan is made, for
@@ -44,13 +44,12 @@ ESTIMATED = ("planned", "busy", "behind-head")
 
 
 class Way(NamedTuple):
-    """A lease for which other sessions wait: its bytes, and when it ends. This time depends on the
-    class of the waiting session.
-    """
+    """The bytes of a lease on a device, and the times from which other sessions can get them."""
 
+    #: When the lease ends without a preemption.
     ends: float
-    #: ``turn``: when a session of the same class may preempt the lease. ``taken``: when a session
-    #: of a higher class may preempt it. ``level``: the class of the lease.
+    #: ``turn`` is the time from which a session of the same class may preempt the lease. ``taken``
+    #: is the time from which a session of a higher class may do so. ``level`` is the lease's class.
     turn: float
     taken: float
     level: int
@@ -73,13 +72,13 @@ class Ahead:
         self._last = facts.now
         self._pace: float | None = None
         self._ways: dict[str, list[Way]] = {uuid: [] for uuid in facts.devices}
-        #: By device: pairs (time, bytes). A simulated session takes these bytes, or gives them
-        #: back.
+        #: Maps a device to pairs (time, bytes). At this time a simulated session takes bytes
+        #: (negative), or gives bytes back (positive).
         self._changes: dict[str, list[tuple[float, int]]] = {}
         self._simulate(plan)
 
     def figure(self, s: Session, position: int) -> Figure | None:
-        """Return the figure of a session that waits for leases of others; None if there is none."""
+        """Return the figure of a session that waits for leases of others; None if unknown."""
         at = self._starts.get(s.id)
         if at is None:
             if self._pace is None or position <= SIMULATED:
@@ -110,7 +109,7 @@ class Ahead:
             self._pace = self._usual_pace(queue)
 
     def _serve(self, s: Session, hold: float) -> float:
-        """Return when ``s`` gets its slices, and take their bytes from then until ``s`` ends."""
+        """Return when ``s`` gets its slices, and note when it takes and gives back their bytes."""
         facts = self._facts
         needs = asking(s, facts).needs
         level = facts.settings.priority_classes.get(s.request.priority, 0)
@@ -139,8 +138,8 @@ class Ahead:
         steps += self._changes.get(uuid, ())
         steps.sort()
         free, found = ledger.free + sum(change for _, change in steps), math.inf
-        # Go backwards from the last change, to find the first change from which on the bytes always
-        # stay free.
+        # Undo one change after another, beginning with the last, until the bytes are not free. They
+        # are free and stay free from the change after this one.
         for at, change in reversed(steps):
             if free < size:
                 return found
@@ -148,8 +147,10 @@ class Ahead:
         return self._facts.now if free >= size else found
 
     def _usual_pace(self, queue: Sequence[Session]) -> float | None:
-        """Return the usual seconds between two grants: the duration of a cell, divided by the
-        number of sessions that fit at the same time.
+        """Return the usual time between two grants, in seconds; None if unknown.
+
+        It is the usual time of a cell, a suspend and a resume together, divided by the number of
+        sessions that fit on the devices at the same time.
         """
         facts = self._facts
         holds = [facts.evidence.next_spell(s.measured.busy) for s in queue[:SIMULATED]]
@@ -163,7 +164,7 @@ class Ahead:
 
 
 def way(v: Session, size: int, facts: Facts) -> Way:
-    """Return when the lease of ``v`` ends for the waiting sessions."""
+    """Return when waiting sessions can get ``size`` bytes of the lease of ``v``."""
     now, gone = facts.now, suspending(v, facts)
     settings = facts.settings
     level = max(settings.priority_classes.get(v.request.priority, 0), v.lease.level)

@@ -3,8 +3,8 @@
 """The events that go into the pool, and the actions that come out.
 
 ``Pool.handle(event) -> list[Action]`` is the only entry point. Every event carries ``now``. Every
-action that changes a lease carries the ``epoch`` of the session. The event that reports its
-completion carries the same epoch, and the pool drops an event with an old epoch.
+action that changes a lease carries the ``epoch`` of the session. When the broker has carried out
+the action, it sends an event with the same epoch. The pool drops an event with an old epoch.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class DeviceAppeared(Event):
 class DeviceDrained(Event):
     """The device was lost (Xid) or failed its self-test: the pool grants no new lease on it.
 
-    A session that is attached there stays until it ends or is suspended. A suspended session whose
-    state comes from this device resumes on another device.
+    A session with a lease on this device keeps it until the session ends or is suspended. If a
+    suspended session has state from this device, it resumes on another device.
     """
 
     device: str
@@ -90,8 +90,9 @@ class DeviceMemorySeen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemorySeen(Event):
-    """A sample of host memory: how many bytes the pool could take now. With more, the machine would
-    swap, or would kill processes.
+    """A sample of host memory: the pool can take ``available`` bytes now.
+
+    If the pool took more bytes, the machine would swap, or would kill processes.
     """
 
     available: int
@@ -101,10 +102,11 @@ class HostMemorySeen(Event):
 class HostPressure(Event):
     """Host memory is short for these sessions, on the machine or in their control groups.
 
-    As long as memory is short, the broker sends this event with each sample and names all sessions
-    that are short of memory. At the end it sends the event once more, without sessions. At each
-    event, the pool resumes one of these sessions: the session with the largest suspended state,
-    among those that fit on a device without a preemption. The pool suspends none of these sessions.
+    As long as host memory is short, the broker sends this event with each sample. ``sessions`` are
+    all sessions that are short of memory; the last event has no sessions. At each event, the pool
+    resumes one of these sessions, to free the host memory of its state. It chooses the session with
+    the largest state that fits on a device without a preemption. The pool suspends none of
+    ``sessions``.
     """
 
     sessions: frozenset[str]
@@ -114,7 +116,7 @@ class HostPressure(Event):
 class SettingsChanged(Event):
     """The broker has read the admin's configuration again, or a schedule has begun or ended.
 
-    ``groups``: the new group of each session whose owner is now in another group.
+    ``groups`` has the sessions whose owner is now in another group, each with its new group.
     """
 
     settings: PoolSettings
@@ -125,8 +127,8 @@ class SettingsChanged(Event):
 class ClockSet(Event):
     """The time of day is ``ahead`` seconds ahead of ``now``, or behind it if ``ahead`` is negative.
 
-    This changes when somebody sets the time of day, or when the machine has slept. The clock of
-    ``now`` is not set, and does not count sleep.
+    ``ahead`` changes when somebody sets the time of day, or when the machine has slept. ``now`` is
+    the time of a clock that nobody can set, and that stops while the machine sleeps.
     """
 
     ahead: float
@@ -139,12 +141,14 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened(Event):
-    """A kernel (or command) joins the pool, in the state ``detached``. If the pool can never serve
-    it, :class:`Answer` refuses it.
+    """A kernel (or command) joins the pool, in the state ``detached``.
 
-    ``lands``: the broker can move its processes to their slice from another device of the same
-    model. ``gated``: the guard can make its CUDA calls wait. Without this, the pool never preempts
-    the session while it is in use, because a CUDA call would kill a suspended process.
+    If the pool can never serve the request, :class:`Answer` refuses the session.
+
+    ``lands`` says whether the broker can move the session's processes to the slice from another
+    device of the same model. ``gated`` says whether the guard can make the session's CUDA calls
+    wait. If the guard cannot, the pool never preempts the session while it is in use, because a
+    CUDA call would kill a suspended process.
     """
 
     session: str
@@ -161,7 +165,8 @@ class SessionOpened(Event):
 class Recovered(Event):
     """The first event after a restart of the broker: all sessions, from the journal and the driver.
 
-    The ``state`` of each record has been reconciled with the driver: detached, active or idle.
+    The broker has corrected the ``state`` of each record by what the driver reports. The state is
+    detached, active or idle.
     """
 
     records: tuple[SessionRecord, ...]
@@ -207,9 +212,9 @@ class HoldTaken(Event):
     The pool answers with :class:`HoldGranted` or :class:`HoldRefused`, at once or after a wait. If
     the session already has this hold, the pool answers again, and nothing else changes.
 
-    ``bound`` are the devices that its processes got at cuInit (which needs no lease). If the
-    session has no suspended state, its lease must be on these devices, or on other devices of the
-    same model if the session ``lands``.
+    ``bound`` are the devices that the session's processes got at cuInit. (A process needs no lease
+    for cuInit.) If the session has no suspended state, its lease must be on these devices, or on
+    other devices of the same model if the session ``lands``.
     """
 
     session: str
@@ -220,11 +225,11 @@ class HoldTaken(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAside(Event):
-    """The broker has suspended processes of a session that has no lease. If ``suspended`` is (),
-    these processes run again.
+    """The broker has suspended processes of a session without a lease, or has resumed them.
 
-    The processes had no context, so ``suspended`` names the devices that they see, mostly with 0
-    bytes. The next lease restores this state like any other suspended state.
+    If ``suspended`` is empty, the processes run again. Otherwise it names the devices that the
+    processes see, mostly with 0 bytes, because the processes had no context. The next lease
+    restores this state like any other suspended state.
     """
 
     session: str
@@ -248,9 +253,9 @@ class LandingRefused(Event):
     """A process of an active session sees the devices ``bound``, and the broker could not move this
     process to the devices of the lease.
 
-    The session has no memory on the devices of its lease. The lease goes back to the pool, and the
-    session waits for devices of the same models as ``bound``. If ``stay`` is true, it waits for the
-    devices ``bound`` themselves.
+    The session has no memory on the devices of its lease. The lease goes back to the pool. If
+    ``stay`` is true, the session then waits for exactly the devices ``bound``. Otherwise it waits
+    for any devices of the same models.
     """
 
     session: str
@@ -289,8 +294,10 @@ class HoldsReplaced(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestChanged(Event):
-    """The user makes a new request (``%gpu 12GiB``). The request applies at once to an attached
-    session, else at the next attach.
+    """The user makes a new request (``%gpu 12GiB``).
+
+    If the session is attached, the request applies at once. Otherwise it applies at the next
+    attach.
     """
 
     session: str
@@ -303,10 +310,11 @@ class GrowAsked(Event):
     """An allocation does not fit in the lease: the session needs ``bytes`` more bytes on
     ``device``.
 
-    :class:`Answer` follows at once, after a :class:`Resize` if the pool grants it. The pool grants
-    at least ``bytes``. It takes only free memory, and preempts no lease for growth. It refuses with
-    ``limit`` (beyond the request's limit), ``no-memory`` (not free now, or no slice there) or
-    ``quota``.
+    The pool answers at once with :class:`Answer`. If it grants the growth, a :class:`Resize` comes
+    before the answer, and the session gets at least ``bytes``. For growth, the pool takes free
+    memory and the unused growth of other leases, but it preempts no lease. The codes of a refusal
+    are ``limit`` (beyond the request's limit), ``no-memory`` (not free now, or the session has no
+    slice on ``device``) and ``quota``.
     """
 
     session: str
@@ -317,8 +325,9 @@ class GrowAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseAsked(Event):
-    """The user gives the slice back: now if the session is idle, else when its last hold is
-    dropped.
+    """The user gives the slice back.
+
+    An idle session gives it back at once. Another session gives it back when its last hold ends.
     """
 
     session: str
@@ -390,15 +399,16 @@ class AttachFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendDone(Event):
-    """The device memory is free. ``suspended`` is empty if the process held no memory.
+    """The suspend has ended, and the device memory is free.
 
-    ``seconds`` and ``waited``: as in :class:`AttachDone`.
+    ``suspended`` is the state that the session has in host memory. It is empty if the session had
+    no device memory. ``seconds`` and ``waited`` have the same meaning as in :class:`AttachDone`.
     """
 
     session: str
     epoch: int
     suspended: tuple[Slice, ...]
-    #: The process has called cuInit and is bound to its devices (None: not known).
+    #: Whether the process has called cuInit and is therefore bound to its devices; None if unknown.
     cuda: bool | None = None
     seconds: float = 0.0
     waited: float = 0.0
@@ -406,12 +416,13 @@ class SuspendDone(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendRefused(Event):
-    """The session was not suspended and keeps running.
+    """The session was not suspended and keeps running. ``kind`` is the reason.
 
-    ``busy``: its agent is about to take a hold, or did not answer. ``pinned``: the driver cannot
-    suspend it (``message`` says why). ``drain``: its work on the GPU did not end within the
-    time-out. ``host``: host memory has no room now. ``limit``: its state is larger than the limit
-    of host memory that applies to its processes.
+    * ``busy``: the agent is about to take a hold, or did not answer.
+    * ``pinned``: the driver cannot suspend the session (``message`` says why).
+    * ``drain``: the session's work on the GPU did not end within the time-out.
+    * ``host``: host memory has no room for the session's state now.
+    * ``limit``: the state is larger than the limit of host memory for the session's processes.
     """
 
     session: str
@@ -443,8 +454,9 @@ class Action:
 class Attach(Action):
     """Put the lease into effect: check that the memory is free, and restore suspended state.
 
-    The state from the device ``origin[i]`` moves to ``slices[i].device``; ``origin`` is empty if
-    nothing is suspended. Ends with :class:`AttachDone` or :class:`AttachFailed`.
+    The state from the device ``origin[i]`` moves to ``slices[i].device``. ``origin`` is empty if
+    the session has no suspended state. The broker replies with :class:`AttachDone` or
+    :class:`AttachFailed`.
     """
 
     epoch: int
@@ -457,13 +469,13 @@ class Suspend(Action):
     """Ask the agent to yield, suspend every CUDA process of the session, and verify that the memory
     is free.
 
-    Ends with :class:`SuspendDone`, :class:`SuspendRefused` or :class:`SuspendFailed`.
+    The broker replies with :class:`SuspendDone`, :class:`SuspendRefused` or :class:`SuspendFailed`.
 
-    ``busy``: the pool preempts the session although it is in use. The session keeps its holds, and
-    the broker must not refuse the suspend because of them. The holds wait until
-    :class:`HoldGranted` grants them again, either with the next lease or because the suspend was
-    refused. ``reason`` tells the user by which rule the pool preempts the session, and which
-    session gets the slice.
+    If ``busy`` is true, the pool preempts the session while it is in use. The session keeps its
+    holds, and the broker must not refuse the suspend because of them. The holds wait until
+    :class:`HoldGranted` grants them again. The pool sends it with the next lease, or when the
+    broker refuses the suspend. ``reason`` tells the user by which rule the pool preempts the
+    session, and which session gets the slice.
     """
 
     epoch: int
@@ -525,8 +537,9 @@ class Answer(Action):
 class QueueMoved(Action):
     """The new place of a waiting session in the queue; the session at place 1 is the next.
 
-    ``expected``: the least and the most seconds that it will probably wait from now on; None
-    without evidence for an estimate. ``waited``: the seconds that it has waited so far.
+    ``expected`` is the shortest and the longest time that the session will probably still wait, in
+    seconds. It is None without evidence for an estimate. ``waited`` is how many seconds the session
+    has waited so far.
     """
 
     position: int
@@ -538,7 +551,7 @@ class QueueMoved(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChanged(Action):
-    """The session has changed its state; for the journal, and for clients that watch the broker."""
+    """The session has changed its state. The journal and the watching clients get this action."""
 
     now: float
     old: State
@@ -550,10 +563,11 @@ class StateChanged(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warn(Action):
-    """Warn the user of a session that cannot be suspended and for whose slice others wait.
+    """Warn the user of this session: it cannot be suspended, and others wait for its slice.
 
-    ``stage`` is first ``warn``, and later ``ask``, which asks the user to end the session or to
-    free the memory. ``ends_at``: when the pool will end the session; None if it will not.
+    ``stage`` is first ``warn``, and later ``ask``. With ``ask``, the message asks the user to end
+    the session or to free the memory. ``ends_at`` is the time at which the pool will end the
+    session; None if the pool will not end it.
     """
 
     stage: Literal["warn", "ask"]

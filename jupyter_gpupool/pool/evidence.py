@@ -12,8 +12,9 @@ from typing import NamedTuple, Sequence
 #: This part of all waits should end inside the range that was shown.
 COVER = 0.88
 
-#: Only the last ``MOST`` waits count. If there are fewer than ``LEAST`` waits, there is no range.
-#: (In a fifth of all cases, the ninth wait lies outside the range of the eight waits before it.)
+#: Only the last ``MOST`` waits count. If fewer than ``LEAST`` waits count, there is no range. (With
+#: ``LEAST`` waits, the range goes from the smallest ratio to the largest ratio. The next wait lies
+#: outside this range in a fifth of all cases.)
 MOST, LEAST = 100, 9
 
 #: The smallest figure, in seconds: an attach alone takes this long.
@@ -45,12 +46,12 @@ class Expected:
     holders: int
 
     def left(self, now: float) -> tuple[float, float] | None:
-        """Return the range in seconds from ``now`` on; None if the end of the range has passed."""
+        """Return both times as seconds after ``now``; None if the second time has passed."""
         return (max(0.0, self.since - now), self.until - now) if self.until > now else None
 
 
 class Last:
-    """The last ``MOST`` numbers of a kind, in order of arrival and in order of size."""
+    """Keeps the last ``MOST`` numbers, both in order of arrival and in order of size."""
 
     def __init__(self) -> None:
         self._order: deque[float] = deque()
@@ -78,8 +79,8 @@ class Evidence:
 
     #: The durations of the past cells of all sessions, in seconds.
     spells: Last = field(default_factory=Last)
-    #: Ratios of the real wait to its figure. ``waits``: of waits for the leases of others.
-    #: ``moves``: of waits for suspends under way.
+    #: Each number is the ratio of a past wait to its figure. ``waits`` has the waits for the leases
+    #: of other sessions. ``moves`` has the waits for suspends under way.
     waits: Last = field(default_factory=Last)
     moves: Last = field(default_factory=Last)
     ended: int = 0
@@ -87,9 +88,9 @@ class Evidence:
     def wait_ended(self, figures: Sequence[Figure], now: float) -> None:
         """Record that a wait has ended: the session has its slice.
 
-        A long wait has many figures, but must not count more than a short wait. So a wait counts
-        only one figure of each kind. The position of the selected figure changes from wait to wait,
-        so that early and late figures both count.
+        A long wait has many figures, but it must not count more than a short wait. So this method
+        selects only one figure of each kind. The position of the selected figure changes from wait
+        to wait, so that early figures and late figures count.
         """
         self.ended += 1
         for moving in (False, True):
@@ -99,9 +100,7 @@ class Evidence:
                 self._past(figure).add((now - figure.at) / figure.seconds)
 
     def expected(self, figure: Figure, now: float) -> Expected | None:
-        """Return the range for a wait that still lasts at ``now``, from ``figure`` and past
-        waits.
-        """
+        """Return the range for a wait that still lasts at ``now``; None with too few past waits."""
         at, seconds = figure.at, figure.seconds
         past = self._past(figure).above((now - at) / seconds)
         number = len(past)

@@ -3,12 +3,20 @@
 """Why a session waits, or may lose its slice, as data from the plan. :mod:`.why` puts the data in
 words.
 
-For a waiting session, :func:`explain` returns the rule by which it waits, the leases that it needs
-and their holders, the usage of its owner and groups, the events that may end the wait, and the
-earliest time of such an event. For a session that has a lease (a holder), :func:`explain` returns
-the guarantees of the holder's groups, the sessions that may preempt its lease, the rules by which
-they may do so, and the times from which they may. Nothing is a guess: these are the figures that
-the pass compares. For the sessions of other owners, only size and class are shown.
+For a waiting session, :func:`explain` returns:
+
+* the rule by which the session waits;
+* the leases that it needs, and their holders;
+* the usage of its owner and groups;
+* the events that may end the wait, and the earliest time of such an event.
+
+For a session that has a lease (a holder), :func:`explain` returns:
+
+* the guarantees of the holder's groups;
+* the sessions that may preempt the lease, each with the rule, and with the earliest time.
+
+The figures are not estimates: they are the figures that the pass compares. Of other owners'
+sessions, :func:`explain` returns only size and class.
 """
 
 from __future__ import annotations
@@ -41,8 +49,8 @@ class HeldLease:
     use: str
     #: When a waiting session may first preempt the lease; None while the lease is in use.
     yields_at: float | None
-    #: When the pool suspends the holder even if no session waits. None while the lease is in use,
-    #: and infinity if the pool never does.
+    #: When the pool suspends the holder, even if no session waits for the lease. None while the
+    #: lease is in use; infinity if the pool suspends the holder only for a waiting session.
     leaves_at: float | None
     #: Whether the holder has the same owner as the waiting session.
     own: bool = False
@@ -81,8 +89,8 @@ class Standing:
 
     #: The groups of the owner, the outermost first.
     groups: tuple[str, ...]
-    #: For each level of the tree: the name ("group NAME", or the owner's name), the part used, and
-    #: the fair part. Both parts are relative to the siblings that use GPUs or wait.
+    #: For each level of the tree: the name ("group NAME", or the owner's name), its part of the
+    #: usage at this level, and its fair part. Only siblings that use GPUs or wait count.
     shares: tuple[tuple[str, float, float], ...]
     #: Whether the owner, or one of its groups, has used more than its fair share.
     above: bool
@@ -94,7 +102,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """How much host memory holds suspended state, and of how many sessions."""
+    """The host bytes for the state of the owner's sessions, and of all other sessions."""
 
     budget: int
     own: int
@@ -110,41 +118,42 @@ class Explanation:
     session: str
     #: Why the session waits (an attached session waits for growth); None if it does not wait.
     reason: Reason | None
-    #: Its place in the queue for a lease (the first place is 1), and the sessions that the pass
-    #: serves before it.
+    #: ``position`` is the session's place in the queue for a lease; the first place is 1. ``ahead``
+    #: has the sessions that the pass serves before this session.
     position: int | None
     ahead: tuple[str, ...]
-    #: The slices that it gets when the suspends under way have ended.
+    #: The slices that the session will get when the suspends under way have ended.
     promised: tuple[Slice, ...]
-    #: If it is the head of the queue: the bytes that it reserves, by device.
+    #: The bytes that the session reserves on each device, if it is the head of the queue.
     reserved: tuple[Slice, ...]
-    #: The leases on the devices that it could use.
+    #: The leases on the devices that the session could use.
     holders: tuple[HeldLease, ...]
     #: The use of host memory, if a lack of host memory is the reason.
     host: HostMemory | None
-    #: Each of these may end the wait: ``suspend-ends``, ``lease-ends``, ``idle-lease-yields``,
-    #: ``host-memory``, ``holder-host-memory``, ``holder-frees``, ``own-lease-ends``,
-    #: ``group-lease-ends``, ``head-is-served``, ``budget-renews``, ``settings``,
-    #: ``device-returns``, ``outside-use-ends``, ``time``.
+    #: The names of the events that may end the wait: ``suspend-ends``, ``lease-ends``,
+    #: ``idle-lease-yields``, ``host-memory``, ``holder-host-memory``, ``holder-frees``,
+    #: ``own-lease-ends``, ``group-lease-ends``, ``head-is-served``, ``budget-renews``,
+    #: ``settings``, ``device-returns``, ``outside-use-ends``, ``time``.
     changes: tuple[str, ...]
-    #: The earliest time at which one of these may end the wait: the session may preempt a lease of
-    #: ``holders``, the pool ends a holder, age raises the session past other sessions or above a
-    #: holder, a budget renews, a schedule allows its class, or the pool tries again. None if none
-    #: of these will happen.
+    #: The earliest known time at which an event may end the wait; None if no such time is known.
+    #: Such an event is: the session may preempt a lease of ``holders``, the pool ends a holder, age
+    #: raises the session past other sessions or above a holder, a budget renews, a schedule allows
+    #: the session's class, or the pool tries again.
     changes_at: float | None
-    #: What happens at ``changes_at``: ``idle-lease-yields``, ``busy-lease-yields``,
-    #: ``kernel-ends``, ``ageing``, ``budget-renews``, ``settings``, ``retry``. "" if none of these
-    #: will happen.
+    #: The name of the event at ``changes_at``: ``idle-lease-yields``, ``busy-lease-yields``,
+    #: ``kernel-ends``, ``ageing``, ``budget-renews``, ``settings`` or ``retry``; "" if
+    #: ``changes_at`` is None.
     changes_by: str
-    #: For a session with a lease: the sessions that wait for some of its devices. ``taken_from``:
-    #: the time from which they may preempt the lease if it is idle.
+    #: ``takers`` has the sessions that wait for a device on which this session has a lease.
+    #: ``taken_from`` is the time from which they may preempt the lease; None if it is not idle.
     takers: tuple[str, ...]
     taken_from: float | None
-    #: For each waiting session that may preempt this lease while it is in use: the rule, the time
-    #: from which it may (in seconds since 1970), and the session.
+    #: The sessions that may preempt this lease while it is in use. For each of them: the rule, the
+    #: time from which it may do so (in seconds since 1970), and the session's id.
     claims: tuple[tuple[str, float, str], ...]
-    #: Why the session cannot be suspended; "" if it can be, or if it has no lease. ``ends_at``:
-    #: when the pool ends the session because of this; None if it does not end it.
+    #: ``obstacle`` says why the session cannot be suspended. It is "" if the session can be
+    #: suspended or has no lease. ``ends_at`` is the time at which the pool ends the session because
+    #: of the obstacle; None if the pool does not end it.
     obstacle: str
     ends_at: float | None
     #: Why the session was preempted while in use; "" if it was not, or if it has a lease again.
@@ -177,15 +186,15 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 #: The rules that keep a session waiting even if enough memory is free.
 _BARRED = ("budget", "class-closed")
 
-#: For an event in ``changes``, by :data:`~.model.HostLack`: the event that replaces it, because
-#: more free host memory would not end this lack.
+#: Maps an event in ``changes`` and a :data:`~.model.HostLack` to the event that replaces it. With
+#: such a lack, more free host memory would not end the wait.
 _HOST_CHANGES: dict[str, dict[HostLack, str]] = {
     "host-memory": {"size": "holder-frees", "quota": "holder-host-memory"},
 }
 
 
 def explain_all(facts: Facts, plan: Plan) -> dict[str, Explanation]:
-    """Return the result of :func:`explain` for every session, by session."""
+    """Return a map from each session's id to the result of :func:`explain` for the session."""
     shares = Shares(facts)
     shares.order()
     return {s.id: _explain(shares, plan, s) for s in facts.sessions.values()}
@@ -264,8 +273,9 @@ def _named(at: float | None, change: str) -> list[tuple[float, str]]:
 
 
 def standing(shares: Shares, owner: Owner, now: float, entitled: Collection[str] = ()) -> Standing:
-    """Return the :class:`Standing` of ``owner`` at ``now``; ``entitled`` becomes the field of this
-    name.
+    """Return the :class:`Standing` of ``owner`` at ``now``.
+
+    ``entitled`` are the groups whose guarantee covers the request of the owner's waiting session.
     """
     facts = shares.facts
     path = shares.tree.path(owner.group)
@@ -295,8 +305,9 @@ def _guarantee(shares: Shares, name: str, held: int) -> GroupGuarantee:
 def _claims(
     shares: Shares, plan: Plan, s: Session, own: set[str]
 ) -> Iterable[tuple[str, float, str]]:
-    """Yield the rule by which each waiting session may preempt the lease of ``s``, the time from
-    which it may do so, and the session.
+    """Yield one entry for each waiting session that may preempt the lease of ``s``.
+
+    An entry is the rule that allows this, the time from which it allows it, and the session's id.
     """
     if obstacle(s, shares.facts) or (s.state == "idle" and unprotected(s, shares.facts)):
         return
@@ -322,17 +333,17 @@ def _ends_at(s: Session, facts: Facts) -> float | None:
 
 
 def _raised_at(shares: Shares, plan: Plan, s: Session, holders: Iterable[HeldLease]) -> float:
-    """Return when age raises a waiting session to a class that helps it; infinity if never.
+    """Return when age raises ``s`` to a class that may end its wait; infinity if never.
 
-    In that class it may pass a session that is ahead of it, or preempt a lease that it may not
-    preempt now.
+    In such a class, ``s`` passes a session that is ahead of it in the queue, or may preempt a lease
+    that it may not preempt now.
     """
     facts, settings = shares.facts, shares.facts.settings
     if s.state != "queued" or settings.ageing <= 0 or shares.above(s.owner):
         return math.inf
     spent = shares.spent(s.owner) is not None
-    # Sessions of one owner keep their order, because age raises each of them. Without shares, all
-    # sessions keep their order.
+    # Age raises all waiting sessions. So the sessions of one owner keep their order, and ``s`` can
+    # pass only sessions of other owners. Without shares, all sessions keep their order.
     ahead = [
         shares.level(w)
         for w in plan.order[: plan.order.index(s)]

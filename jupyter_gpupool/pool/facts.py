@@ -2,13 +2,13 @@
 # Distributed under the terms of the Modified BSD License.
 """The facts: sessions, and the accounts that follow from them (devices, host memory, owners).
 
-A session changes only inside :meth:`Facts.change`, which subtracts it from all accounts before the
-change and adds it again afterwards. So an account cannot disagree with the sessions. Device memory
-is counted in bytes:
+A session changes only inside :meth:`Facts.change`. This method subtracts the session from all
+accounts before the change, and adds it again after the change. So the accounts always agree with
+the sessions. An account of a device has these numbers of bytes:
 
 =============  ====================================================================================
 ``granted``    sum of all leases, including those whose attach or suspend is under way
-``foreign``    bytes that processes of no session use, as last measured
+``foreign``    bytes that processes outside all sessions use, as last measured
 ``overuse``    bytes that sessions use beyond their leases, as last measured
 ``incoming``   the part of ``granted`` whose suspend is under way
 =============  ====================================================================================
@@ -68,8 +68,9 @@ class DeviceLedger:
         return self.capacity - self.granted - self.foreign - self.overuse
 
     def view(self) -> DeviceView:
-        """Return the public form, in which overuse is part of ``foreign`` (bytes that no grant
-        covers).
+        """Return the public form of this account.
+
+        Its ``foreign`` is all used bytes that no grant covers, so it includes ``overuse``.
         """
         return DeviceView(
             device=self.device,
@@ -83,8 +84,8 @@ class DeviceLedger:
 def charge_of(s: Session, slices: Sequence[Slice]) -> int:
     """Return the bytes of ``slices`` that count against the owner's quota.
 
-    On each device, bytes up to the limit of the request count. The headroom of a resume does not
-    count.
+    The bytes of a slice count only up to the limit of the request. The headroom that a resume
+    reserves does not count.
     """
     limit, memory, state = s.request.limit, s.request.memory, s.suspended
     charge = 0
@@ -109,8 +110,8 @@ class Facts:
         #: How often devices or rules have changed. A value that was computed at an older version is
         #: no longer valid.
         self.version = 0
-        #: The most bytes that each device can give, largest first; and whether at least one device
-        #: allows a suspend.
+        #: ``capacities`` has the most bytes that each device can give, the largest number first.
+        #: ``suspends`` says whether at least one device allows a suspend.
         self.capacities: list[int] = []
         self.suspends = False
         #: The smallest useful slice: a CUDA context and one block; 0 if not known.
@@ -120,29 +121,30 @@ class Facts:
         #: Subsets of ``sessions``, maintained by :meth:`change`.
         self.waiting: dict[str, Session] = {}
         self.leased: dict[str, Session] = {}
-        #: Attached sessions that have less than their guaranteed bytes on some device (``short``),
-        #: and those that have more (``grown``).
+        #: ``short`` has the attached sessions with less than their guaranteed bytes on a device.
+        #: ``grown`` has the attached sessions with more than their guaranteed bytes on a device.
         self.short: dict[str, Session] = {}
         self.grown: dict[str, Session] = {}
         #: Sessions that cannot be suspended, each with a session that waits for its slice; see
         #: :mod:`.unsuspendable`.
         self.stuck: dict[str, tuple[Session, Session]] = {}
-        #: When the pool suspends each idle session even if no session waits; and the sessions for
-        #: which this time must be computed again.
+        #: ``leaving`` has the time at which the pool suspends each idle session, even if no session
+        #: waits. ``untimed`` has the sessions whose time must be computed again.
         self.leaving = Leaving()
         self.untimed: dict[str, Session] = {}
         #: Sessions whose slice an admin has recalled; see :mod:`.recall`.
         self.recalled: dict[str, Session] = {}
         self.usage: dict[str, OwnerUsage] = {}
-        #: The accounts of groups: the leases of their members, nested groups included.
+        #: The account of each group. It includes the leases of the members of nested groups.
         self.group_usage: dict[str, GroupUsage] = {}
         #: What owners and groups have used over time.
         self.meters = Meters()
-        #: Host bytes of suspended state, and host bytes that are set aside for suspends under way.
+        #: ``host_used`` is the host bytes of suspended state. ``host_going`` is the host bytes that
+        #: the pool has reserved for suspends under way.
         self.host_used = 0
         self.host_going = 0
-        #: Bytes that the host could give at the last sample (None: no sample yet), and bytes that
-        #: the pool has taken since then.
+        #: ``host_available`` is how many bytes the host could give at the last sample; None before
+        #: the first sample. ``host_taken`` is how many bytes the pool has taken since that sample.
         self.host_available: int | None = None
         self.host_taken = 0
         #: The weighted mean of the seconds that one suspend or resume takes, over all sessions.
@@ -156,7 +158,7 @@ class Facts:
 
     @contextmanager
     def change(self, s: Session) -> Iterator[None]:
-        """Subtract ``s`` from every account, and add it again as it is at the end of the block."""
+        """Subtract ``s`` from all accounts; at the end of the block, add the changed ``s``."""
         self._count(s, -1)
         try:
             yield
@@ -167,7 +169,7 @@ class Facts:
                 self.begin_wait(s, self.now)
 
     def forget_times(self, s: Session) -> None:
-        """Drop the cached times at which ``s`` may or must leave its slice."""
+        """Drop the cached times at which the pool may take the slice of ``s``, or will take it."""
         s.times = s.using = None
         self.untimed[s.id] = s
 
@@ -180,7 +182,7 @@ class Facts:
     def set_recall(self, s: Session, at: float, reason: str = "") -> None:
         """Note when an admin takes the slice of ``s`` back, and why.
 
-        If ``at`` is 0, no admin takes the slice back any more.
+        If ``at`` is 0, cancel the recall.
         """
         s.recall_at, s.recall_reason = at, reason if at else ""
         if at:
@@ -245,8 +247,9 @@ class Facts:
         self.host_going += sign * lease.host_bound
 
     def _index(self, s: Session) -> bool:
-        """Put ``s`` into the subsets to which it belongs; return whether it has just become
-        ``short`` (it has less than is guaranteed).
+        """Put ``s`` into its subsets of the sessions, and remove it from all other subsets.
+
+        Return whether ``s`` has just become ``short`` (it has less than its guaranteed bytes).
         """
         self.forget_times(s)
         slices, memory = s.lease.slices, s.request.memory
@@ -275,7 +278,7 @@ class Facts:
         Raises
         ------
         ValueError
-            If a device has too little free memory for a slice that grows: the plan is wrong.
+            If a device has too little free memory for a larger slice. The plan then has a bug.
         """
         had = {x.device: x.bytes for x in s.lease.slices}
         for x in slices:
@@ -315,10 +318,10 @@ class Facts:
         return elsewhere if known is None else known.memory + elsewhere
 
     def elsewhere_text(self, owner: str, limit: str, group: str = "") -> str:
-        """Return why other machines keep a part of this ``limit`` of the owner's quota, or of the
-        cap of ``group``.
+        """Return why other machines keep a part of a limit; "" if they keep no part.
 
-        The answer is "" if other machines keep no part of it.
+        With ``group``, the limit is the cap of this group. Without ``group``, it is the ``limit``
+        in the owner's quota.
         """
         rules = self.settings
         if group:
@@ -336,7 +339,7 @@ class Facts:
         self.tree = Tree(self.settings.groups, self.capacities, users=users)
 
     def settle(self) -> None:
-        """Count usage according to the present leases from now on."""
+        """Count the usage until now, and count the present leases from now on."""
         changed, self.meters.changed = self.meters.changed, {}
         for name in changed:
             s = self.leased.get(name)
@@ -401,7 +404,7 @@ class Facts:
             self._resize(ledger)
 
     def shut(self, uuid: str, *, fault: str | None = None, paused: str | None = None) -> None:
-        """Note reasons for which the pool grants nothing on a device; "" removes a reason."""
+        """Note why the pool grants nothing on a device; "" removes a reason, and None keeps it."""
         ledger = self.devices[uuid]
         ledger.fault = ledger.fault if fault is None else fault
         ledger.paused = ledger.paused if paused is None else paused
@@ -435,9 +438,9 @@ class Facts:
         """Bytes that a new suspend may take; may be negative."""
         room = self.settings.host_memory - self.host_used - self.host_going
         if self.host_available is not None:
-            # The sample already accounts for states that were suspended before it. A suspend that
-            # was under way may have copied a part of its state before the sample. This code assumes
-            # that the suspend had copied nothing.
+            # ``host_available`` already excludes the states that were suspended before the sample.
+            # A suspend that was under way may have copied a part of its state before the sample.
+            # This code assumes that the suspend had copied nothing.
             room = min(room, self.host_available - self.host_taken)
         return room
 

@@ -2,11 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """Groups of users, and what an admin grants each group, as frozen values.
 
-Each owner belongs to one group, and a group may belong to another group. The groups form a tree;
-its root is the pool itself (the name ""). A *guarantee* is the memory that the members of a group
-get back at once when sessions outside the group have borrowed it; *weights* divide the remaining
-memory between the groups (and users) of one parent; a *cap* is the most memory that all members may
-have at once; a *daily* budget limits their usage in one day.
+Each owner belongs to one group, and a group may belong to another group. The groups form a tree.
+The root of the tree is the pool itself (the name ""). An admin can give a group four rules:
+
+* A *guarantee* is memory that the members get at once, even if sessions outside the group have
+  borrowed it.
+* The *weight* decides the group's part of the remaining memory. The weights of all groups and users
+  of one parent divide this memory.
+* A *cap* is the most memory that all members together may have at once.
+* A *daily* budget limits the members' usage in one day.
 """
 
 from __future__ import annotations
@@ -17,29 +21,30 @@ from typing import Iterable, Literal, Mapping, Sequence
 
 DAY = 86400.0
 
-#: A budget counts as used up when at most this many GPU-seconds are left, because times since the
-#: epoch are not more exact than this.
+#: A budget counts as used up when at most this many GPU-seconds are left. A smaller number makes no
+#: sense, because the pool's times (in seconds since the epoch) are not more exact than this.
 EXACT = 0.001
 
-#: ``window``: the whole budget is renewed once a day, at a fixed time. ``refill``: the budget comes
-#: back continuously, at a rate of one whole budget per day.
+#: How a budget is renewed. ``window``: the whole budget is renewed once a day, at a fixed time.
+#: ``refill``: the budget is renewed continuously, at a rate of one whole budget per day.
 DailyRule = Literal["window", "refill"]
 
-#: What happens when the budget is used up. ``borrow``: sessions continue on GPUs that no other
-#: session wants, and may be preempted for any session that has budget left. ``refuse``: as
-#: ``borrow``, and the pool refuses new leases. ``stop``: the pool also suspends running sessions,
+#: What happens when the budget is used up. With ``borrow``, sessions continue on GPUs that no other
+#: session wants, and the pool may preempt them for any session that has budget left. With
+#: ``refuse``, the pool also refuses new leases. With ``stop``, it also suspends running sessions,
 #: even if no other session waits.
 DailyEnd = Literal["borrow", "refuse", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """A part of the pool: exactly one of bytes, devices or percent.
+    """A part of the pool. Exactly one of ``bytes``, ``devices`` and ``percent`` gives its size.
 
     Raises
     ------
     ValueError
-        If none or several of them are given, or if the value is negative or more than 100 %.
+        If none or more than one of the three is given, or if the number is negative or more than
+        100 %.
     """
 
     bytes: int | None = None
@@ -56,9 +61,9 @@ class Portion:
             raise ValueError(f"{self.percent} % was given; it must be at most 100.")
 
     def of(self, capacities: Sequence[int]) -> int:
-        """Return its bytes on a pool whose devices can give ``capacities``.
+        """Return the size of this part in bytes, in a pool with devices of ``capacities`` bytes.
 
-        If devices differ in size, one device counts as the mean of all sizes.
+        If the devices differ in size, one device counts as the mean of all sizes.
         """
         total = sum(capacities)
         if self.bytes is not None:
@@ -72,9 +77,10 @@ class Portion:
 class Daily:
     """A budget of GPU-seconds per day, and what happens when it is used up.
 
-    One GPU-second is a whole device for one second, measured by memory or by compute, whichever is
-    more. A session with half the memory of one device uses half a GPU. A session that computes
-    while one other session computes on the same device also uses half a GPU.
+    One GPU-second is the use of one whole device for one second. A session with half the memory of
+    a device uses half a GPU. A session that computes while one other session computes on the same
+    device also uses half a GPU. If a session's parts of the memory and of the compute time differ,
+    the larger part counts.
 
     Raises
     ------
@@ -132,8 +138,9 @@ class Daily:
 
 
 def window_began(now: float, renews: float) -> float:
-    """Return when the day that contains ``now`` began, if each day begins ``renews`` after
-    midnight.
+    """Return when the present window began.
+
+    A new window begins each day, ``renews`` seconds after midnight UTC.
     """
     return math.floor((now - renews) / DAY) * DAY + renews
 
@@ -153,7 +160,7 @@ class Group:
     weight: float = 1.0
     cap: Portion | None = None
     daily: Daily | None = None
-    #: The bytes of the guarantee that this machine may count, if several machines share it.
+    #: If several machines share the guarantee: how many of its bytes this machine guarantees.
     guarantee_here: int | None = None
 
     def __post_init__(self) -> None:
@@ -190,8 +197,8 @@ class Tree:
     ) -> None:
         self.groups = groups
         budgets = [*users, *(group.daily for group in groups.values())]
-        #: ``budgeted``: whether some user or group has a daily budget. ``stops``: whether some
-        #: budget suspends running sessions when it is used up.
+        #: ``budgeted`` says whether any user or group has a daily budget. ``stops`` says whether
+        #: the pool suspends running sessions when one of these budgets is used up.
         self.budgeted = any(budgets)
         self.stops = any(daily is not None and daily.then == "stop" for daily in budgets)
         self._budgets: dict[str, tuple[str, ...]] = {}
@@ -230,9 +237,9 @@ class Usage:
     """The usage of a user or a group at one time.
 
     The unit is one device for one second. ``memory`` and ``compute`` decay with
-    ``PoolSettings.half_life``. ``today`` is the usage since the budget's window began (for
-    ``refill``: the part that has not come back yet). It counts memory or compute, whichever was
-    more at each time.
+    ``PoolSettings.half_life``. ``today`` is the used part of the daily budget. With the rule
+    ``window`` this is the usage since the window began. With ``refill`` it is the usage that has
+    not been renewed yet. At each time, the larger of memory and compute counts.
     """
 
     memory: float = 0.0
@@ -242,7 +249,7 @@ class Usage:
     spent: bool = False
     #: The time to which the figures apply, in seconds since the epoch.
     at: float = 0.0
-    #: The dominant usage on other machines of a cluster, which decays in the same way.
+    #: The dominant usage on other machines of a cluster. It decays like ``memory`` and ``compute``.
     elsewhere: float = 0.0
 
     @property
@@ -252,7 +259,7 @@ class Usage:
 
     @property
     def dominant(self) -> float:
-        """The dominant usage on all machines, by which fair shares are compared."""
+        """The dominant usage on all machines. The pool compares it with the fair share."""
         return self.here + self.elsewhere
 
 

@@ -2,11 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Which requests of waiting sessions lie within the guarantees of their groups.
 
-A request is within the guarantee of a group if three things together need no more memory than the
-guarantee: the leases of all members, the members' earlier requests, and the request itself. The
-module first counts the requests of the sessions that wait for memory alone. It then counts the
-requests of the sessions that wait for something else (for example, for the owner's quota), so that
-these requests do not use up a guarantee that other members could use now.
+A request is within the guarantee of a group if the guarantee is large enough for three things
+together: the leases of all members, the members' earlier requests, and the request itself. The
+module first counts the requests of sessions that wait for memory alone, because these sessions can
+use the guarantee now. After that it counts the requests of sessions that wait for something else
+(for example, for the owner's quota).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def entitled(
 class _LimitCheck:
     """Finds the requests that wait for memory alone.
 
-    The check treats each earlier request that waits for memory alone as granted.
+    If a request waits for memory alone, the check of all later requests treats it as granted.
     """
 
     def __init__(self, facts: Facts) -> None:

@@ -31,23 +31,23 @@ class OwnerUsage:
 
 @dataclass(slots=True)
 class GroupUsage:
-    """The leases of the members of one group, in the bytes that count against quotas."""
+    """How many bytes of the leases of a group's members count against quotas."""
 
     memory: int = 0
-    #: The part of these bytes that suspends under way will free.
+    #: The part of ``memory`` that suspends under way will free.
     leaving: int = 0
 
     @property
     def stays(self) -> int:
-        """The part of these bytes that no suspend under way will free."""
+        """The part of ``memory`` that no suspend under way will free."""
         return self.memory - self.leaving
 
 
 @dataclass(slots=True)
 class Leaving:
-    """When the pool suspends each idle session even if no session waits.
+    """For each idle session, when the pool suspends it even if no session waits.
 
-    See :func:`~.preemption.leaving`.
+    This is a cache of :func:`~.preemption.leaving`.
     """
 
     times: dict[str, float] = field(default_factory=dict)

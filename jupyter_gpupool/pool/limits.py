@@ -47,15 +47,16 @@ class _Maximum:
     """The most bytes on each device, by one rule."""
 
     code: Code
-    #: The most bytes on each device. ``whole`` is the figure as the rule states it: for a quota,
-    #: the bytes on all devices together.
+    #: ``most`` is the most bytes on each device. ``whole`` is the number in the rule itself. For a
+    #: quota, ``whole`` is the bytes on all devices together.
     most: int
     whole: int
-    #: The rule in words. ``admin`` says what an admin could change, or is "" if an admin can change
-    #: nothing.
+    #: ``rule`` is the rule in words. ``admin`` says what the user can ask an admin for; it is "" if
+    #: an admin can change nothing.
     rule: str
     admin: str
-    #: Whether the rule also bounds the limit of a request, and not only the guaranteed bytes.
+    #: True if the rule bounds both the guaranteed bytes and the limit of a request. False if it
+    #: bounds only the guaranteed bytes.
     limit: bool
 
 
@@ -68,8 +69,9 @@ def _bounds(
     *,
     group: str = "",
 ) -> list[_Maximum]:
-    """Return every rule about the size of a slice on each of ``devices``; refusals name the first
-    rule that is broken.
+    """Return all rules about the size of a slice, for a request with this number of ``devices``.
+
+    A refusal names the first of these rules that the request breaks.
     """
     found = []
     for name in path(settings.groups, group) if settings.groups else ():
@@ -159,9 +161,10 @@ def never(
 ) -> Refusal | None:
     """Return why ``request`` can never be met on this machine by these rules, or None.
 
-    ``capacities`` are the bytes that each device can give at most, largest first, drained devices
-    included (they may come back). ``suspends`` is true if some device allows a suspend; if it is
-    false, the budget of host memory does not matter. ``least``: the smallest useful slice.
+    ``capacities`` has the most bytes that each device can give, the largest number first. It
+    includes drained devices, because they may come back. ``suspends`` says whether any device
+    allows a suspend. If none does, the budget of host memory does not matter. ``least`` is the size
+    of the smallest useful slice.
     """
     refusal = check_form(request, settings)
     if refusal is not None:
@@ -245,7 +248,7 @@ def _too_many(request: Request, quota: Quota) -> Refusal | None:
 
 
 def never_there(request: Request, model: str, most: int, devices: int, *, fixed: bool) -> Refusal:
-    """Return the refusal of a session whose only possible GPUs are too small for it."""
+    """Return the refusal of a session that can use only GPUs that are too small for its request."""
     each = " on each" if devices > 1 else ""
     where = f"{devices} of these GPUs" if devices > 1 else "that GPU" if fixed else "the largest"
     there = f"a GPU of the model {model}" if devices == 1 else f"GPUs of the model {model}"
@@ -266,10 +269,10 @@ def most_memory(
     *,
     suspends: bool,
 ) -> int | None:
-    """Return the most bytes on each of ``devices`` that :func:`never` allows; None if it allows no
-    size.
+    """Return the largest memory of a request that :func:`never` allows; None if it allows none.
 
-    The arguments are those of :func:`never`; the limit counts as equal to the memory.
+    The result is the bytes on each of ``devices`` devices. The other arguments are those of
+    :func:`never`. This function assumes that the limit of the request is equal to its memory.
     """
     if not 1 <= devices <= len(capacities):
         return None
@@ -335,13 +338,13 @@ def fit_unasked(
     owner: str,
     capacities: Iterable[int],
 ) -> Request:
-    """Return ``request``, with sizes that are not in ``asked`` cut to what the machine gives.
+    """Return ``request`` with its default sizes reduced to what the machine can give.
 
-    A size that is not in ``asked`` is a default. So if the devices (``capacities``, in bytes) are
-    smaller than the default, the pool reduces the size and does not refuse the kernel. The pool
-    does not reduce the memory to fit a quota or the host's memory: if a default of the admin
-    exceeds another option of the admin, the pool refuses the kernel and names the default
-    (:func:`blame_default`).
+    A size that is not in ``asked`` is a default. If the devices (``capacities``, in bytes) are
+    smaller than the default, this function reduces the size, so that the pool does not refuse the
+    kernel. It does not reduce the memory to fit a quota or the host's memory. A default above one
+    of these limits is a contradiction between two options of the admin. The pool then refuses the
+    kernel, and the refusal names the default (:func:`blame_default`).
     """
     sizes = sorted((size for size in capacities if size), reverse=True)
     if not 0 < request.devices <= len(sizes):
@@ -357,8 +360,9 @@ def fit_unasked(
 
 
 def blame_default(refusal: Refusal, asked: Collection[str]) -> Refusal:
-    """Return ``refusal`` of a new session; if the session named no size, the text names the
-    default.
+    """Return the ``refusal`` of a new session, with a text for people.
+
+    If the session named no size, the text names the option with the default size.
     """
     if "memory" in asked or refusal.code not in _ABOUT_SIZE:
         return refusal

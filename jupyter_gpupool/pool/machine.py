@@ -2,9 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """The pool: it takes events and returns actions.
 
-The pool processes one event in four steps. It changes the facts (:mod:`.updates`); it ends waits
-that have lasted too long; it plans (:mod:`.schedule`) until a plan changes nothing; and it sends
-the news to waiting sessions (:mod:`.news`).
+The pool processes an event in four steps:
+
+1. It changes the facts (:mod:`.updates`).
+2. It ends waits that have lasted too long.
+3. It plans (:mod:`.schedule`), until a plan changes nothing.
+4. It informs waiting sessions of their place in the queue (:mod:`.news`).
 """
 
 from __future__ import annotations
@@ -47,9 +50,9 @@ from .updates import update
 from .why import Told, standing_lines, told
 from .words import budget_refusal, reason, seconds, stays_reason, taken_reason, waits_for
 
-#: The most plans per event. One plan is nearly always enough, and a second one confirms it. If this
-#: many plans are not enough, the pool has a bug; it then acts on the last plan, because that is
-#: better than no plan.
+#: The most plans for one event. One plan is nearly always enough, and a second plan confirms it. If
+#: this many plans are not enough, the pool has a bug. It then acts on the last plan, because this
+#: is better than no plan.
 ROUNDS = 16
 
 
@@ -78,8 +81,8 @@ class Pool:
         """Process ``event`` and return the actions in their order.
 
         The ``now`` of events must not go back; if it does, the pool uses the latest ``now`` so far.
-        An event of an unknown session or a stale completion is never an error: the pool answers it
-        or logs it.
+        An event about an unknown session and an event with an old epoch are not errors: the pool
+        answers or logs them.
 
         Raises
         ------
@@ -140,7 +143,7 @@ class Pool:
                 facts.settle()  # the plan depends on the present usage
             new = plan(facts, self._plan, relieve)
             if new.short and facts.grown:
-                # Take back unused growth of other sessions before any lease is preempted.
+                # Before the pool preempts a lease, it takes back the unused growth of leases.
                 found = requests.reclaim(facts)
                 if found:
                     actions += found
@@ -165,9 +168,10 @@ class Pool:
         return actions
 
     def next_wakeup(self) -> float | None:
-        """Return when the broker must send a ``Tick`` at the latest, on the clock of ``now``.
+        """Return the latest time at which the broker must send a ``Tick``.
 
-        None if time alone changes nothing. A time in the past means: at once.
+        The time is on the clock of ``now``. If it has passed, the broker must send the ``Tick`` at
+        once. The result is None if the passing of time changes nothing.
         """
         facts = self._facts
         at = min(next_recheck(facts, self._plan), self._news.next_at(self._plan))
@@ -209,10 +213,10 @@ class Pool:
     def preferred(self, session: str) -> tuple[str, ...]:
         """Return the devices that the session would get if it asked now; the pool reserves nothing.
 
-        If the session has devices or is bound to devices, the answer is these devices. Else it is
-        the devices that the present plan gives the session, or that a new plan would give it (a new
-        plan may preempt idle leases). The answer is empty if the session would wait for a lease in
-        use.
+        A session that has a lease or suspended state, or that is bound to devices, keeps these
+        devices. A session in the queue gets the devices that the present plan reserves or promises
+        for it. Any other session gets the devices that a new plan would give it; the new plan may
+        preempt leases. The answer is empty if the plan gives the session no device.
         """
         s = self._facts.sessions[session]
         settled = tuple(x.device for x in s.lease.slices or s.suspended) or s.bound
@@ -227,7 +231,7 @@ class Pool:
         return tuple(x.device for x in forecast(self._facts, self._plan, s))
 
     def device(self, uuid: str) -> Device | None:
-        """Return a device as it was announced; None if it is unknown."""
+        """Return a device as the broker announced it; None if the pool does not know the device."""
         ledger = self._facts.devices.get(uuid)
         return None if ledger is None else ledger.device
 
@@ -245,10 +249,9 @@ class Pool:
         return self._facts.sessions[session].request
 
     def leases(self) -> dict[str, tuple[tuple[Slice, ...], float | None]]:
-        """Return every lease by session: its slices, and since when it is idle (None if it is in
-        use).
+        """Return the lease of each session: its slices, and the time at which it became idle.
 
-        Cheap even for many sessions.
+        The time is None if the lease is in use. This call is cheap even for many sessions.
         """
         return {
             s.id: (s.lease.slices, s.idle_since if s.state == "idle" else None)
@@ -260,21 +263,20 @@ class Pool:
         return {s.id: s.suspended_bytes for s in self._facts.sessions.values() if s.suspended}
 
     def growable(self, session: str) -> tuple[int, ...]:
-        """Return by how many bytes each slice of an attached session could grow now, in their
-        order.
+        """Return how many bytes each slice of an attached session could gain now.
 
-        A slice can grow only into memory that is free, and that the plan neither grants nor
-        reserves. It cannot grow into the bytes that are guaranteed to another session on the
-        device, even if that session does not use them. The answer is empty for a session without a
-        lease.
+        The answer is in the order of the slices; it is empty if the session is not attached. A
+        slice can grow only into free memory that the plan neither grants nor reserves. It cannot
+        grow into bytes that are guaranteed to another session, even if the other session does not
+        use these bytes.
         """
         s = self._facts.sessions[session]
         return requests.growable(self._facts, s, self._plan) if s.state in ATTACHED else ()
 
     def headroom(self, uuid: str) -> int:
-        """Return how many bytes beyond a session's state a resume reserves on this device.
+        """Return the bytes that a resume on this device reserves in addition to the state.
 
-        The answer is 0 for an unknown device, because no session resumes there.
+        The answer is 0 for an unknown device, because no session resumes on such a device.
         """
         ledger = self._facts.devices.get(uuid)
         return 0 if ledger is None else headroom(ledger, self._facts.settings)
@@ -329,17 +331,17 @@ class Pool:
         )
 
     def usage(self, now: float | None = None, since: float = -math.inf) -> PoolUsage:
-        """Return what users and groups have used, at ``now`` (None: at the last event).
+        """Return the usage of users and groups at ``now`` (if None, at the time of the last event).
 
-        Users and groups that used nothing after ``since`` are left out. The usage survives a
-        restart of the broker as :class:`~.events.UsageRecovered`.
+        The answer leaves out users and groups that used nothing after ``since``. After a restart
+        of the broker, the event :class:`~.events.UsageRecovered` gives this usage to the new pool.
         """
         facts = self._facts
         return facts.meters.view(max(facts.now, now or facts.now), facts.settings, since)
 
     def standing(self, owner: Owner, now: float) -> tuple[Standing, tuple[str, ...]]:
-        """Return an owner's guarantees, shares and daily budgets at ``now``, and the lines about
-        them.
+        """Return an owner's guarantees, shares and daily budgets at ``now``, as data and as lines
+        of text.
         """
         now = max(self._facts.now, now)
         found = standing(Shares(self._facts), owner, now)
@@ -363,10 +365,11 @@ def carry_out(facts: Facts, new: Plan) -> Actions:
 
 
 def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
-    """Note since when a session waits for each idle slice.
+    """Note for each idle slice since when other sessions wait for it.
 
-    Inform lazy kernels when a session waits for their slices. Return the actions, and whether the
-    time from which a slice may be preempted has changed.
+    Also inform each active lazy kernel when a session begins to wait for its slice. Return the
+    actions, and whether a noted time has changed. Such a change also changes the time from which
+    the slice may be preempted.
     """
     actions: Actions = []
     changed = False
@@ -380,8 +383,8 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
                 continue
             since = waits.since(v) if waits.found else math.inf
             if since < math.inf:
-                # Keep the earlier time. The session that began to wait then may have got a slice
-                # since, but at least one session has waited at every moment since then.
+                # Keep the earlier of the two times. The session that began to wait at the earlier
+                # time may already have a slice, but some session has waited at every moment since.
                 since = min(since, gap.wanted)
             if since != gap.wanted:
                 v.measured.gap = replace(gap, wanted=since)
@@ -397,10 +400,11 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
 class Waits:
     """Which sessions wait for a device, for an owner's quota or for a group's cap, and since when.
 
-    A device has two kinds of entries: the first session in the queue that could use the device
-    (even if it needs other devices, too), and every session that waits to grow there. The entry of
-    an owner is the first session that waits for the owner's quota, even if the session also waits
-    for memory. The entry of a group is the first session that waits for its cap.
+    A device has an entry for each session that waits to grow on this device. It also has an entry
+    for the first session in the queue that could use this device, even if the session needs more
+    devices. The entry of an owner is the time since which the first session waits for the owner's
+    quota, even if this session also waits for memory. The entry of a group is the time since which
+    the first session waits for the group's cap.
     """
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
@@ -433,7 +437,10 @@ class Waits:
         self.found = bool(self._devices or self._owners or self._groups)
 
     def since(self, v: Session) -> float:
-        """Return since when some session waits for what ``v`` has; infinity if no session does."""
+        """Return since when a session waits for a device, quota or cap that ``v`` uses.
+
+        The answer is the earliest such time, or infinity if no session waits for these.
+        """
         since = self._owners.get(v.owner.name, math.inf)
         for x in v.lease.slices:
             for w, at in self._devices.get(x.device, ()):
@@ -448,8 +455,9 @@ def refuse_spent(facts: Facts) -> Actions:
     """Refuse the holds of sessions whose daily budget is used up, if the rule of the budget allows
     no new lease.
 
-    The holds of a preempted session stay: its computation waits until the budget is renewed. A
-    session also waits, without a refusal, if other machines may have a part of the budget left.
+    The pool does not refuse the holds of a preempted session: its computation waits until the
+    budget is renewed. It also refuses no holds while other machines may have a part of the budget
+    left.
     """
     shares, actions = Shares(facts), Actions()
     for s in list(facts.waiting.values()):

@@ -5,24 +5,25 @@
 A session with a lease uses, on each of its devices, the part of the memory that it was granted.
 While it is active, it also uses a part of the device's compute: its ``compute`` divided by the sum
 of ``compute`` over all active sessions on the device. So the only active session on a device uses
-the device's whole compute. The two parts are *rates*, in devices; their sums over time are in
-device-seconds. The larger of the two sums is the *dominant* usage (Ghodsi et al., "Dominant
-Resource Fairness", NSDI 2011): a session that has much memory and computes little pays for its
-memory, and a small session that computes all the time pays for its compute.
+the device's whole compute. The two parts are *rates*. The unit of a rate is devices, so the sum of
+a rate over time is in device-seconds. The larger of the two sums is the *dominant* usage (Ghodsi et
+al., "Dominant Resource Fairness", NSDI 2011): a session that has much memory and computes little
+pays for its memory, and a small session that computes all the time pays for its compute.
 
-Rates change at events only. So a :class:`Meter` holds the sums at the time of the last change and
-the rates since then. It computes the sums of any later time by a formula: if the decayed sum is u
-and the rate is r, the decayed sum some seconds later is u x d + r x (1 - d) / ln 2 x half-life,
-with d = 2 ^ (-seconds / half-life).
+Rates change at events only. So a :class:`Meter` holds the sums at the time of the last change, and
+the rates since this change. A formula gives the sums at any later time: if the decayed sum is u and
+the rate is r, the decayed sum some seconds later is u x d + r x (1 - d) / ln 2 x half-life, with
+d = 2 ^ (-seconds / half-life).
 
 Usage counts against a daily budget without decay (see :class:`~.groups.Daily`). With the rule
-``window``, all usage since the present window began counts. With ``refill``, a whole budget comes
-back in each day, at a constant rate.
+``window``, all usage since the present window began counts. With the rule ``refill``, the
+GPU-seconds of the budget come back at a constant rate, the whole budget in one day.
 
-Windows begin at a time of day. After somebody has set the clock of the machine, or after the
-machine has slept, the time of day is ``ahead`` seconds ahead of the pool's own clock. If the time
-of day steps forward, usage decays and budgets renew as if the skipped time had passed, but the pool
-charges no user for this time. A step back changes no usage and no budget.
+A window begins at a fixed time of day. When somebody sets the clock of the machine, or when the
+machine sleeps, the time of day steps. It is then ``ahead`` seconds ahead of the pool's own clock,
+which does not step. After a step forward, usage has decayed and budgets are renewed as if the
+skipped time had passed, but the pool charges no user for this time. A step back changes no usage
+and no budget.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ from typing import Iterable, Mapping, NamedTuple
 from .groups import DAY, EXACT, Daily, PoolUsage, Usage, path, window_began
 from .model import Owner, PoolSettings
 
-#: A used-up budget that refills counts as available again only after this part of the budget has
-#: come back. Otherwise the sessions of its user would stop and continue every second.
+#: With the rule ``refill``, a used-up budget counts as available again only after this part of the
+#: budget has come back. Otherwise the user's sessions would stop and continue every second.
 BACK = 1 / 24
 
-#: While this machine may still get a part of the budget from other machines, a used-up budget
-#: counts as available again when only this many GPU-seconds have come back, even if ``BACK`` of the
-#: budget is more. The other machines can then give up more.
+#: If this machine may still get a part of the budget from other machines, the used-up budget counts
+#: as available again as soon as this many GPU-seconds have come back, or ``BACK`` of the budget if
+#: this is less. The other machines can then give up more of the budget to this machine.
 BACK_HERE = 30.0
 
 LN2 = math.log(2)
 
-#: One device is this many units. The meters sum rates in whole units, so they can add and subtract
-#: a rate without a rounding error. A meter therefore need not sum the rates of all sessions again
-#: after a change, and a change costs the same with one session as with a thousand.
+#: The meters sum rates as whole numbers of units; one device is this many units. So a meter can add
+#: and subtract a rate without a rounding error, and need not sum the rates of all sessions again
+#: after a change. A change therefore takes the same time with one session as with a thousand.
 UNITS = 1 << 100
 
 
 def back_at(daily: Daily) -> float:
-    """Return the usage at which a spent budget that refills counts as available again."""
+    """Return the usage to which a spent budget must refill before it is available again."""
     gap = daily.most * BACK
     return daily.most - (min(gap, BACK_HERE) if daily.more_elsewhere else gap)
 
@@ -69,7 +70,8 @@ class Meter:
     #: Devices in use now, by memory and by compute.
     memory_rate: float = 0.0
     compute_rate: float = 0.0
-    #: The devices that each session uses, and the sums over all sessions in :data:`UNITS`.
+    #: For each session: the devices that it uses, by memory and by compute. Then the sums over all
+    #: sessions, in :data:`UNITS`.
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
     memory_units: int = 0
     compute_units: int = 0
@@ -80,7 +82,7 @@ class Meter:
 
     @property
     def rate(self) -> float:
-        """Devices in use now, by memory or compute, whichever is more."""
+        """The larger of the two rates: the devices in use now, by memory or by compute."""
         return max(self.memory_rate, self.compute_rate)
 
     def dominant(self, now: float, half_life: float) -> float:
@@ -114,7 +116,7 @@ class Meter:
         if daily is not None and daily.rule == "refill":
             # The rate has not changed since ``at``.
             today = self.today + (rate - daily.refill / DAY) * seconds
-            # Usage stops counting when the budget, or this machine's part of it, is used up.
+            # Usage beyond the budget, or beyond this machine's part of the budget, does not count.
             today = min(daily.seconds, max(self.today, daily.most), max(0.0, today))
             if today >= daily.most - EXACT:
                 return today, True
@@ -133,9 +135,9 @@ class Meter:
             self.elsewhere = found.elsewhere
 
     def set_clock(self, now: float, ahead: float, half_life: float, daily: Daily | None) -> None:
-        """Set by how many seconds the time of day is ``ahead`` of the pool's clock, from now on."""
+        """Note that the time of day is now ``ahead`` seconds ahead of the pool's clock."""
         self.advance(now, half_life, daily)
-        #: Advance the sums by the step of the time of day. The rates are 0 during the step.
+        # The time of day jumps here. Advance the sums over the jump, with all rates 0.
         before = Meter(
             now + self.ahead, self.memory, self.compute, self.today, self.spent,
             elsewhere=self.elsewhere,
@@ -154,7 +156,8 @@ class Meter:
         more, faster = part or (0.0, 0.0)
         if part is not None:
             self.parts[session] = part
-        # The same part is always rounded to the same whole number, so the sums return to exactly 0.
+        # A part gives the same whole number when it is added and when it is subtracted. So the sums
+        # return to exactly 0.
         self.memory_units += int(more * UNITS) - int(memory * UNITS)
         self.compute_units += int(faster * UNITS) - int(compute * UNITS)
         self.memory_rate = self.memory_units / UNITS
@@ -167,7 +170,10 @@ class Meter:
         self.memory_rate = self.compute_rate = 0.0
 
     def changes_at(self, now: float, daily: Daily) -> float:
-        """Return when the budget is next used up, or next available again; infinity if never."""
+        """Return when the budget will be used up or, if it is used up now, available again.
+
+        The answer is infinity if this never happens.
+        """
         if daily.seconds <= EXACT:
             return math.inf  # a budget of 0 is always used up
         today, spent = self.budget(now, daily)
@@ -189,12 +195,12 @@ class LeaseInUse(NamedTuple):
     #: Whether the session computes.
     active: bool
     compute: int
-    #: By device: the part of the device's memory that the lease has.
+    #: For each device of the lease: the part of the device's memory that was granted.
     memory: Mapping[str, float]
 
 
 class Meters:
-    """The accounts of all users and groups, updated when leases change."""
+    """The meters of all users and groups. :meth:`settle` updates them after leases have changed."""
 
     def __init__(self) -> None:
         self.users: dict[str, Meter] = {}
@@ -207,8 +213,8 @@ class Meters:
         self._leases: dict[str, LeaseInUse] = {}
         #: By device: the leases of sessions that compute.
         self._computing: dict[str, dict[str, LeaseInUse]] = {}
-        #: Leases that have changed since the last :meth:`settle`, and the devices on which a
-        #: session has begun or stopped computing.
+        #: What has changed since the last :meth:`settle`: new and changed leases, devices on which
+        #: a session has begun or stopped computing, and sessions that have lost their lease.
         self._put: dict[str, LeaseInUse] = {}
         self._devices: dict[str, bool] = {}
         self._gone: list[str] = []
@@ -238,11 +244,12 @@ class Meters:
             self._devices[device] = True
 
     def settle(self, now: float, rules: PoolSettings) -> None:
-        """Set the rates according to the changed leases, from ``now`` on.
+        """Update the rates from ``now`` on, after leases have changed.
 
-        The part of a session without a changed lease can change only if the session computes on the
-        same device as a session with a changed lease: a session's part of the memory does not
-        depend on other sessions, and a session that computes nothing has no part of the compute.
+        The method computes the parts of two kinds of sessions again. The first are the sessions
+        whose leases have changed. The second are the sessions that compute on a device where
+        another session has begun or stopped computing, because this changes their part of the
+        compute. A session's part of the memory does not depend on other sessions.
         """
         devices, self._devices = self._devices, {}
         gone, self._gone = self._gone, []
@@ -283,9 +290,10 @@ class Meters:
     # ------------------------------------------------------------------ all meters
 
     def close(self, now: float, rules: PoolSettings) -> None:
-        """Compute all sums at ``now`` with the old ``rules``. Call this before the rules change.
+        """Compute all sums at ``now`` with the old ``rules``, and set all rates to 0.
 
-        The next :meth:`settle` continues from these sums.
+        Call this before the rules change. Then record all leases again with :meth:`put`: the next
+        :meth:`settle` continues from the sums and sets the new rates.
         """
         for name, account in self.users.items():
             account.advance(now, rules.half_life, rules.quota_of(name).daily)
@@ -313,9 +321,9 @@ class Meters:
         groups: Mapping[str, Usage],
         since: float,
     ) -> None:
-        """Add the usage that was counted before a restart, with the decay since then.
+        """Add the usage from before a restart of the broker, decayed until ``now``.
 
-        A lease that stayed while the broker restarted counts with its memory from ``since`` on.
+        Leases that stayed during the restart count from ``since`` on, by their memory alone.
         """
         for known, found in ((self.users, users), (self.groups, groups)):
             for name in dict.fromkeys((*found, *known)):

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The data types of the pool: frozen values. Their methods need no clock and no I/O.
 
-All sizes are in bytes. All times are in seconds; ``now`` is in seconds since the epoch, from one
-steady clock of the broker. The name of a device is its UUID.
+All sizes are in bytes, all times in seconds. ``now`` is the time in seconds since the epoch. It
+comes from a clock of the broker that never steps. The name of a device is its UUID.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ GiB = 1 << 30
 Tier = Literal["guarded", "unguarded", "mig", "none"]
 
 
-#: Why a lease is in use. A lease without a hold is idle. The broker takes a hold of kind ``device``
-#: when it sees CUDA activity. The session's own processes take all other holds.
+#: The kinds of holds. A lease with a hold is in use; a lease without a hold is idle. The broker
+#: takes the holds of kind ``device``, when it sees CUDA activity. The session's own processes take
+#: all other holds.
 HoldKind = Literal["cell", "comm", "manual", "device"]
 
 
@@ -55,23 +56,25 @@ Rule = Literal[
 ]
 
 
-#: The rules by which the pool may preempt sessions in use. By ``guarantee``, it preempts sessions
-#: of groups that have more than their guarantee, for a session that is within the guarantee of its
-#: group. By ``class``, it preempts sessions of a lower priority class. By ``turns``, it preempts
-#: sessions of the same class whose time slice is over. By ``burst``, it preempts sessions that have
-#: grown, because another session needs the bytes for its own guarantee.
+#: The rules by which the pool may preempt a session in use (the victim) for a waiting session.
+#: ``guarantee``: the group of the victim has more than its guarantee, and the request of the
+#: waiting session is within the guarantee of its own group. ``class``: the victim has a lower
+#: priority class. ``turns``: both have the same class, and the victim's time slice is over.
+#: ``burst``: the victim has grown beyond its guaranteed memory, and the waiting session needs only
+#: the memory that is guaranteed to it. See :mod:`.running`.
 PreemptRule = Literal["class", "guarantee", "turns", "burst"]
 PREEMPT_ALL: frozenset[PreemptRule] = frozenset({"class", "guarantee", "turns", "burst"})
 
 Unsuspendable = Literal["warn", "ask", "end"]
 
 
-#: Why host memory cannot take the state of a lease. ``size``: the state is larger than the most
-#: that host memory may hold for one session. ``quota``: the quota of the owner for suspended state
-#: has too few bytes left. ``room``: host memory has too few bytes left.
+#: Why the state of a lease does not fit in host memory. ``size``: the state is larger than the
+#: limit for the state of one session. ``quota``: the owner's quota for suspended state has too few
+#: bytes left. ``room``: host memory has too few bytes left.
 HostLack = Literal["", "size", "quota", "room"]
 
-#: The rules by which a session waits for memory of other sessions, or for its owner's quota.
+#: ``FOR_MEMORY``: the rules by which a session waits for memory that other sessions have.
+#: ``FOR_QUOTA``: the rules by which a session waits for its owner's quota or its group's cap.
 FOR_MEMORY: frozenset[Rule] = frozenset({"busy", "behind-head", "host"})
 FOR_QUOTA: frozenset[Rule] = frozenset({"quota", "quota-host", "cap"})
 
@@ -81,27 +84,29 @@ class Reason:
     """Why a session waits: the rule, and the figures that the rule compared.
 
     * ``planned``: the plan has chosen ``devices``, and suspends under way make room there.
-    * ``busy``: ``bytes`` on each of ``count`` devices are in use.
+    * ``busy``: the session needs ``bytes`` on each of ``count`` devices, and other sessions use
+      this memory.
     * ``behind-head``: the bytes are free, but reserved for the head of the queue.
-    * ``host``: preempting leases would make room, but their state does not fit in the remaining
-      ``most`` bytes of host memory; ``lacks`` says why.
-    * ``quota``: ``count`` sessions use the owner's ``limit`` of ``most``.
+    * ``host``: the pool could make room by preempting leases, but the state of these leases does
+      not fit in the remaining ``most`` bytes of host memory; ``lacks`` says why.
+    * ``quota``: the owner's sessions, ``count`` of them, use up one limit of the quota. ``limit``
+      is its name, and ``most`` its value.
     * ``quota-host``: the pool would have to suspend a lease that counts in the quota, but the state
-      of this lease does not fit in host memory, as with ``host``.
+      of this lease does not fit in host memory. ``most`` and ``lacks`` are as with ``host``.
     * ``behind-own``: an earlier session of the owner waits for the quota.
-    * ``cap``: ``count`` sessions of the members of ``group`` use its cap of ``most`` bytes.
+    * ``cap``: the sessions of ``group``, ``count`` of them, use up its cap of ``most`` bytes.
     * ``behind-group``: an earlier session waits for the cap of ``group``.
-    * ``budget``: the GPU-seconds of today are used up. They belong to ``group``, or to the owner if
-      ``group`` is "". The budget is renewed at ``at``, or never if ``most`` is 0. If ``text`` is
-      set, only this machine's part of the budget is used up.
+    * ``budget``: the daily budget of ``group`` is used up, or that of the owner if ``group`` is "".
+      The budget is available again at ``at``, or never if ``most`` is 0. If ``text`` is not empty,
+      only this machine's part of the budget is used up.
     * ``class-closed``: the priority class of the session (``limit``) may not run now; the schedules
       allow it again at ``at``.
-    * ``paused``, ``drained``, ``foreign``, ``nowhere``: no device is suitable, not even an empty
-      one.
+    * ``paused``, ``drained``, ``foreign``, ``nowhere``: no device would be suitable even if no
+      session had a lease.
     * ``retry``: the last attach failed.
 
-    If memory and quota are both short, ``rule`` is the rule about memory, and ``limit`` is also
-    set.
+    If memory and quota are both short, ``rule`` is the rule about memory, and ``limit`` names the
+    limit of the quota.
     """
 
     rule: Rule
@@ -114,8 +119,8 @@ class Reason:
     text: str = ""
     #: The group that the rule belongs to; "" for a rule of the owner or the pool.
     group: str = ""
-    #: When the wait ends without any event, in seconds since the epoch; 0 if only an event can end
-    #: it.
+    #: The time at which the wait ends even if no event happens, in seconds since the epoch; 0 if
+    #: only an event can end the wait.
     at: float = 0.0
     #: For the rules about host memory: why the state does not fit there.
     lacks: HostLack = ""
@@ -170,9 +175,9 @@ class Device:
     tier_reason: str = ""
     #: Measured bytes that the first CUDA context of a process takes on this device; 0 if not known.
     context_bytes: int = 0
-    #: Bytes that no slice may use. A process that saw this device at cuInit creates its first
-    #: context in these bytes; the broker then moves the process to its slice on another device. 0
-    #: if the broker cannot move processes.
+    #: Bytes that no slice may use. If a process saw this device at cuInit, but its slice is on
+    #: another device, it creates its first context in these bytes; the broker then moves the
+    #: process to its slice. The value is 0 if the broker cannot move processes.
     landing_bytes: int = 0
 
 
@@ -203,7 +208,7 @@ class Quota:
 
 NO_LIMIT = Quota()
 
-#: The part of a quota that a lease uses: bytes, devices, leases.
+#: How much of each limit of a quota a lease uses: bytes, devices, leases.
 Charge = tuple[int, int, int]
 
 
@@ -212,33 +217,33 @@ class PoolSettings:
     """All settings that the rules of the pool may read, made from ``c.GPUPool.*``."""
 
     default_memory: int = 4 * GiB
-    #: The default limit of a kernel. None stands for the whole device if the guard meters the
-    #: memory beyond the guarantee, else for ``default_memory``.
+    #: The default ``limit`` of a kernel. If this is None, the default is the size of the device if
+    #: the guard meters the memory beyond the guarantee, and ``default_memory`` if it does not.
     default_limit: int | None = None
     #: The largest ``memory`` or ``limit`` that one kernel may ask for on a device. None stands for
     #: the device's size.
     max_memory_per_kernel: int | None = None
-    #: By owner name; ``"*"`` stands for all other owners.
+    #: The quota of each owner, by name. The entry ``"*"`` is for owners without their own entry.
     quotas: Mapping[str, Quota] = field(default_factory=dict)
-    #: Priority class by name; the higher number is served first.
+    #: The number of each priority class, by name. The pool serves higher numbers first.
     priority_classes: Mapping[str, int] = field(
         default_factory=lambda: {"interactive": 200, "notebook": 100, "batch": 0}
     )
-    #: The part of the quotas and of the groups' caps that other machines of a cluster use or may
-    #: take, by owner and by group. This part counts like leases of sessions on this machine, but no
-    #: session on this machine can give it back.
+    #: How much of each owner's quota (``elsewhere``) and of each group's cap (``elsewhere_groups``)
+    #: the other machines of a cluster use or may take. This amount counts like leases on this
+    #: machine, but no preemption on this machine can free it.
     elsewhere: Mapping[str, Charge] = field(default_factory=dict)
     elsewhere_groups: Mapping[str, int] = field(default_factory=dict)
     #: Why this machine cannot have a larger part of these quotas and caps. Messages use this text
     #: as the end of a sentence.
     elsewhere_reason: str = "kernels on other machines use the rest"
     default_priority: str = "notebook"
-    #: Priority classes that may have a slice; None for all. The pool suspends sessions of other
-    #: classes, in use or not, and they wait.
+    #: The priority classes that may have a slice; None stands for all classes. The pool suspends
+    #: the sessions of all other classes, even while they are in use, and serves none of them.
     classes_allowed: frozenset[str] | None = None
-    #: When the schedules next allow each closed class, in seconds since the epoch on the machine's
-    #: clock. ``now`` is on a different clock, which does not step when somebody sets the machine's
-    #: clock: see :class:`~.events.ClockSet`.
+    #: For each closed class: the time at which the schedules allow it again. These times are in
+    #: seconds since the epoch on the machine's clock. ``now`` comes from another clock, which does
+    #: not step when somebody sets the machine's clock: see :class:`~.events.ClockSet`.
     classes_open: Mapping[str, float] = field(default_factory=dict)
     #: Seconds without a hold after which a slice goes back to the pool even if no session waits.
     idle_timeout: float = 300.0
@@ -249,22 +254,23 @@ class PoolSettings:
     #: The most seconds for which a user may keep an idle slice with one command; 0: users may not
     #: keep idle slices.
     max_keep: float = 4 * 3600.0
-    #: Seconds of waiting that raise a session by one priority point (this prevents starvation).
+    #: A session gains one priority point each time it has waited for this many seconds, so that no
+    #: session starves.
     ageing: float = 60.0
     #: Bytes per device that are never granted.
     reserve: int = 0
     #: The total bytes of host memory that suspended state may take.
     host_memory: int = 16 * GiB
-    #: Bytes that a resume reserves beyond the footprint at suspend. A small device reserves fewer
-    #: bytes: see :func:`~.placement.headroom`.
+    #: The bytes that a resume reserves in addition to the size of the suspended state. On a small
+    #: device, it reserves fewer bytes: see :func:`~.placement.headroom`.
     resume_headroom: int = 256 * MiB
     #: Seconds until the pool tries to suspend a pinned session again (the reason may be gone).
     pinned_retry: float = 60.0
     #: A lease grows beyond its guarantee in steps of at least this many bytes, if so many are free.
     growth_step: int = 64 * MiB
-    #: The time that the pool spends on moving state, as a part of the time in which sessions use
-    #: their slices, is at most this; see :mod:`.residence`. With 0, the pool ignores the cost of
-    #: moves: a waiting session gets an idle slice at once.
+    #: The highest allowed ratio of the time in which the pool moves state to the time in which
+    #: sessions use their slices; see :mod:`.residence`. With 0, the pool ignores the cost of moves:
+    #: a waiting session gets an idle slice at once.
     max_swap_overhead: float = 0.1
     #: The rule by which an idle kernel keeps its slice for some time although other kernels wait,
     #: because its state was moved to this slice.
@@ -276,12 +282,12 @@ class PoolSettings:
     half_life: float = 8 * 3600.0
     #: The rules by which a session in use may be preempted; see :data:`PreemptRule`.
     preempt: frozenset[PreemptRule] = PREEMPT_ALL
-    #: How far the pool may go if other sessions wait for the slice of a session that cannot be
-    #: suspended: it warns the user, it also asks the user to end the session, or it also ends the
-    #: session itself.
+    #: What the pool may do while other sessions wait for the slice of a session that cannot be
+    #: suspended. ``warn``: the pool warns the user. ``ask``: it later also asks the user to free
+    #: the slice. ``end``: at last it also ends the session.
     unsuspendable: Unsuspendable = "warn"
-    #: After how many seconds of waiting by other sessions the pool warns the user, asks the user,
-    #: and ends the session.
+    #: The times of these three steps (warn, ask, end), in seconds after another session began to
+    #: wait for the slice.
     unsuspendable_after: tuple[float, float, float] = (60.0, 600.0, 3600.0)
 
     def quota_of(self, owner: str) -> Quota:
@@ -346,8 +352,8 @@ class SessionRecord:
     #: Devices to which the session's processes have been bound since cuInit. Only a suspend and a
     #: restore can move the processes to other devices.
     bound: tuple[str, ...] = ()
-    #: Whether the broker can move the session's processes to their slice when they create their
-    #: first context (see the guard).
+    #: Whether the broker can move each process of the session to the slice when the process creates
+    #: its first context (see the guard).
     lands: bool = False
     #: Whether the guard can hold back the session's CUDA calls. If so, the pool may preempt the
     #: session while it is in use.
@@ -359,15 +365,15 @@ class SessionRecord:
     pinned_at: float = 0.0
     release_asked: bool = False
     keep_until: float = 0.0
-    #: When an admin takes the slice back (0 if no admin does). ``recall_reason`` says which admin,
-    #: and why.
+    #: The time at which the pool takes the slice back because an admin wants it; 0 without such a
+    #: recall. ``recall_reason`` says which admin, and why.
     recall_at: float = 0.0
     recall_reason: str = ""
     idle_since: float = 0.0
     queued_at: float = 0.0
     wait_reason: str = ""
-    #: Why the pool preempted the session while it was in use; "" if it did not. The next lease sets
-    #: this to "" again.
+    #: Why the pool preempted the session while it was in use; "" if the pool did not preempt it, or
+    #: if the session has had a new lease since.
     preempted: str = ""
     wait_seconds_total: float = 0.0
     attached_seconds_total: float = 0.0
@@ -409,25 +415,27 @@ class SessionView:
     record: SessionRecord
     queue_position: int | None
     queue_length: int
-    #: The two times between which the wait will probably end; None without evidence for an
-    #: estimate.
+    #: The earliest and the latest time at which the wait will probably end. None if the pool has no
+    #: evidence for an estimate.
     expected: Expected | None
     #: When the present wait began; None if the session does not wait.
     queued_at: float | None
     wait_seconds_total: float
     attached_seconds_total: float
-    #: Why the session keeps its slice although it has been idle for long enough to lose it; else
-    #: empty.
+    #: Why the session keeps its slice although it has been idle for long enough to lose it. Empty
+    #: for all other sessions.
     stays_reason: str = ""
-    #: When the pool suspends the idle session; None if this does not depend on time alone.
+    #: When the pool suspends the idle session if nothing else happens. None if something keeps the
+    #: slice (``stays_reason``), or if other sessions wait for the slice (``wanted``).
     leaves_at: float | None = None
     #: Whether other sessions wait for the slice of this idle session.
     wanted: bool = False
-    #: Why the pool suspended the session while it was idle; "" if it did not.
+    #: Why the pool took the slice while the session was idle: see :func:`~.words.taken_reason`.
     taken_reason: str = ""
-    #: What a waiting session waits for, in words for every user; "" if it does not wait.
+    #: What the session waits for, in words that every user may see; "" if it does not wait.
     waits_for: str = ""
-    #: Device bytes as last measured, by device; a device without a measurement is absent.
+    #: For each device of the session: the bytes in use at the last measurement. A device without a
+    #: measurement has no entry.
     footprints: Mapping[str, int] = field(default_factory=dict)
 
 

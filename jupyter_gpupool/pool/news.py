@@ -16,12 +16,12 @@ from .words import Scene, reason
 
 #: If the queue has at most this many sessions, each session gets its news at once.
 AT_ONCE = 8
-#: In a longer queue, the sessions get news at most once in this many seconds. A session that begins
-#: to wait is an exception: it gets its first news at once.
+#: In a longer queue, the sessions get news at most once in this many seconds. But a session that
+#: begins to wait gets its first news at once.
 INTERVAL = 1.0
 
-#: If the times between which the wait will probably end change by less than this part of the
-#: remaining wait, the session gets no news of the change.
+#: A session gets no news of a new estimate if both of its times differ from the old estimate by at
+#: most this part of the remaining wait.
 SAME = 0.1
 
 
@@ -38,10 +38,10 @@ class News:
         return self._told_at + INTERVAL if self._stale and plan.queue else math.inf
 
     def run(self, facts: Facts, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
-        """Return the news that is due; sessions that have just begun to wait always get news.
+        """Return the news that is due. A session that has just begun to wait always gets news.
 
-        ``actions`` are the actions of the event. If no session has changed its state since the last
-        news, and the event is not a ``tick``, no news is due.
+        ``actions`` are the actions that follow from the event. News becomes due when a session has
+        changed its state, or when the event is a ``tick``.
         """
         steps = [a for a in actions if isinstance(a, StateChanged)]
         joined = {a.session for a in steps if a.new == "queued"}
@@ -74,8 +74,8 @@ class News:
             if planned:
                 last = moving(s, why.devices, position, facts)
             else:
-                # In a long queue, sessions that join soon after a simulation use the same
-                # simulation.
+                # In a long queue, a session that joins soon after a simulation gets its figure from
+                # this simulation.
                 self._ahead = self._ahead or Ahead(facts, plan)
                 last = self._ahead.figure(s, position)
             if last is not None:

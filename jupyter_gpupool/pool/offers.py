@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The size with which a waiting session would start at once.
+"""Offers: the size that a waiting session could request to get its slice at once.
 
-The pool makes an offer only if it can keep the offer. Its candidate size is the memory that the
-last plan leaves free. It then makes a trial plan with a copy of the facts, in which the session
-requests this size. If the trial plan grants the size, the pool offers it. The pool preempts no
+The pool makes an offer only if it can keep the offer. The size to try is the memory that the last
+plan leaves free. The pool makes a trial plan with a copy of the facts, in which the session
+requests this size. If the trial plan grants a slice, the pool offers the size. The pool preempts no
 lease for an offer.
 """
 
@@ -22,16 +22,16 @@ from .session import Session
 
 _MIB = 1 << 20
 
-#: The pool rounds an offer down to a multiple of the largest of these steps that is not larger than
-#: the offer, because messages show sizes in GiB with one decimal.
+#: The pool rounds an offer down to a multiple of one of these steps: the largest step that is not
+#: larger than the offer. The reason is that messages show sizes in GiB with one decimal.
 STEPS = (512 * _MIB, 64 * _MIB, 1)
 
 
 def smaller(facts: Facts, last: Plan, s: Session) -> int | None:
-    """Return the largest size, in bytes on each GPU, with which ``s`` would start now.
+    """Return the largest size, in bytes on each GPU, that ``s`` would get now if it asked for it.
 
-    None if ``s`` is not in the queue for a lease, or if no size below its request would let it
-    start now.
+    The answer is None if ``s`` is not in the queue for a lease, or if even a smaller request would
+    have to wait.
     """
     if s.state != "queued":
         return None
@@ -44,7 +44,11 @@ def smaller(facts: Facts, last: Plan, s: Session) -> int | None:
 
 
 def _candidates(facts: Facts, last: Plan, s: Session) -> list[int]:
-    """Return the free bytes for each slice of ``s``, with and without the headroom of a resume."""
+    """Return the sizes to try for each slice of ``s``, in bytes.
+
+    The first size is all that is free. If ``s`` has suspended state, the second size leaves room
+    for the headroom of a resume.
+    """
     draft, needs = outlook(facts, last, but=s.id), asking(s, facts).needs
     suited = [d for d in facts.devices.values() if any(need.allows(d) for need in needs)]
     count = len(needs)
@@ -68,7 +72,7 @@ def _rounded(size: int) -> int:
 
 
 def _starts(facts: Facts, last: Plan, s: Session, size: int) -> bool:
-    """Return whether a plan grants a slice to ``s`` at once if it asks for ``size``."""
+    """Return whether a trial plan grants a slice to ``s`` at once if ``s`` asks for ``size``."""
     plain = s.request.limit == s.request.memory
     asks: Request = replace(
         s.request, memory=size, limit=size if plain else max(size, s.request.limit)

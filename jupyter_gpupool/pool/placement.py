@@ -10,13 +10,13 @@ attached, lacks bytes     more bytes on the devices of its lease
 suspended state           for each device of the state, this device itself, or a device of the same
                           model that can take migrated state
 has called cuInit         the devices that its processes see; or any devices of the same model, if
-                          the guard can move a process with its first context
+                          the guard can move a process when it creates its first context
 any other session         any devices
 ========================  ==========================================================================
 
-A session returns to the devices of its last lease if they have room (no migration). Otherwise it
-gets the device with the least room that is enough (best fit), so that devices with much room stay
-free for large requests.
+A session returns to the devices of its last lease if they have room (no migration). Otherwise, of
+the devices with enough room, it gets the one with the least room (best fit). Devices with much room
+then stay free for large requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .model import (
 )
 from .session import Session
 
-#: Which devices suit a need: its :attr:`Need.fixed` and its :attr:`Need.model`.
+#: The two fields of a need that say which devices suit it: :attr:`Need.fixed`, :attr:`Need.model`.
 Where = tuple[str, str | None]
 
 
@@ -60,17 +60,18 @@ class Need:
     def amount(self, ledger: DeviceLedger) -> int:
         """Return the bytes to reserve on this device.
 
-        The answer is ``bytes``, or the whole device if the state and the headroom together are
-        larger than the device. The state alone fits, because it comes from a device of this size.
+        The answer is ``bytes``, or the size of the device if ``bytes`` is larger. In the second
+        case, the device has no room for the whole headroom. It has room for the state, because the
+        state comes from a device of this size.
         """
         return self.bytes if self.bytes <= ledger.capacity else max(self.least, ledger.capacity)
 
     def allows(self, ledger: DeviceLedger) -> bool:
-        """Return whether the need may use this device. Free memory does not matter."""
+        """Return whether this device suits the need and is in service. It need not have room."""
         return not (ledger.paused or ledger.fault) and self.suits(ledger)
 
     def suits(self, ledger: DeviceLedger) -> bool:
-        """Return whether this device suits the need. Service and free memory do not matter."""
+        """Return whether this device suits the need, even if it is out of service or full."""
         device = ledger.device
         if self.fixed:
             return device.uuid == self.fixed
@@ -91,12 +92,12 @@ def preferred(s: Session) -> tuple[str, ...]:
 
 
 def in_turn(needs: Sequence[Need]) -> Sequence[int]:
-    """Return the order in which needs choose a device: needs for a fixed device first, then by
-    size.
+    """Return the indices of ``needs`` in the order in which they choose a device.
 
-    Needs for the same model differ only in size, so a device with room for a larger need also has
-    room for a smaller one. With this order, :func:`choose` therefore finds room for all needs
-    whenever that is possible.
+    Needs for a fixed device come first, then the other needs, the largest first. Needs for the same
+    model differ only in size, so a device with room for a large need also has room for a smaller
+    need. With this order, :func:`choose` therefore finds room for all needs whenever this is
+    possible.
     """
     if len(needs) == 1:
         return (0,)
@@ -114,8 +115,8 @@ def choose(
 ) -> tuple[Slice, ...] | None:
     """Return slices for all ``needs`` within the free bytes ``left``; None if they do not all fit.
 
-    If all slices fit on the devices of ``last``, they go there. Otherwise each slice goes to the
-    suitable device with the least room that is enough.
+    If all slices fit on the devices of ``last``, they go there. Otherwise, of the suitable devices
+    with enough room, each slice goes to the device with the least room.
     """
     if last and len(last) == len(needs):
         same = []
@@ -149,10 +150,11 @@ def choose(
 def in_order(
     needs: Sequence[Need], chosen: Mapping[int, Slice], ledgers: Mapping[str, DeviceLedger]
 ) -> tuple[Slice, ...]:
-    """Return the chosen slices in the order of ``needs``, or by device number if the order is free.
+    """Return the chosen slices in the order of ``needs``, or by device number if no need names a
+    device or a model.
 
-    If the device of a suspended state is among the chosen devices, the state returns to it: the
-    pool migrates no state without need.
+    If the device that a suspended state comes from is among the chosen devices, the state returns
+    to this device, because the pool migrates no state without need.
     """
     slices = [chosen[at] for at in range(len(needs))]
     if len(slices) > 1 and all(need.model is None and not need.fixed for need in needs):
@@ -167,12 +169,12 @@ def in_order(
 
 # --------------------------------------------------------------------------- what a session needs
 
-#: The headroom of a resume is at most this part of a device.
+#: The headroom of a resume is at most the size of the device divided by this number.
 HEADROOM_PART = 16
 
 
-#: Points for class and age, the start of the wait, and the number of the wait. The pool compares
-#: them in this order.
+#: The place of a session in the order of age: a number for class and age together (the session with
+#: the lowest number goes first), then the start of the wait, then the number of the wait.
 Age = tuple[float, float, int]
 
 
@@ -183,36 +185,37 @@ class Asking:
     needs: tuple[Need, ...]
     #: The charge of the request against the owner's quota.
     charge: Charge
-    #: Which devices suit the request, if it is for one slice and its owner has no limits. The pass
-    #: compares such requests by this value. None for any other request.
+    #: Which devices suit the request. This is set only if a session without a lease asks for one
+    #: slice, and its owner has no limits; otherwise it is None. The pass compares requests by it.
     where: Where | None
     version: int
-    #: The fewest bytes that the smallest of its slices needs.
+    #: The :attr:`Need.least` of the smallest need.
     least: int
-    #: For each :data:`Where` of its needs: the number of slices, and the bytes that the smallest of
-    #: these slices takes.
+    #: The needs, grouped by their :data:`Where`. For each group: how many needs it has, and the
+    #: fewest bytes that one of them takes.
     kinds: tuple[tuple[Where, tuple[int, int]], ...]
-    #: The bytes that the session waits for. They may be more than the request, because suspended
-    #: state may be larger.
+    #: The bytes that the session waits for on each device. This may be more than the request asks
+    #: for, because suspended state may be larger.
     size: int
     #: The number of its class, and its place in the order of age: see :meth:`.shares.Shares.order`.
     level: int
     age: Age
-    #: Whether the session needs no more than its request guarantees.
+    #: Whether each need is at most the memory that the request guarantees.
     modest: bool
-    #: All fields except the charge and the origins. As long as devices and rules do not change,
-    #: sessions of one shape fit on the same devices. The origins are not part of the shape, because
-    #: a need names a model only if the state can move to any device of this model.
+    #: The requested memory, whether the session has a lease, and the needs without their origins.
+    #: As long as devices and rules do not change, sessions with the same shape fit on the same
+    #: devices. The origins do not matter, because a need names a model only if the state can move
+    #: to any device of this model.
     shape: tuple[object, ...]
     #: The cached result of :func:`impossible`.
     verdict: tuple[Reason | None] | None = None
 
 
 def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
-    """Return the bytes beyond the state that a resume reserves on the device.
+    """Return the bytes that a resume on the device reserves in addition to the state.
 
-    The headroom is at most a sixteenth of the device: a small device needs less headroom, because
-    the driver itself takes less memory there.
+    The headroom is at most a sixteenth of the device. A resume on a small device needs less
+    headroom, because the driver itself takes less memory on a small device.
     """
     return min(settings.resume_headroom, max(1, ledger.capacity // HEADROOM_PART))
 
@@ -299,16 +302,17 @@ def _bound_need(memory: int, ledger: DeviceLedger, s: Session) -> Need:
 def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
     """Return the needs of suspended state: at least the state, and as much headroom as possible.
 
-    A process outside the pool, for example a display server, may always use a little of a device.
-    If a state fills the rest of the device, perhaps no device ever has room for the state and the
-    whole headroom, so the session would wait without end. To prevent this, the function reduces the
-    headroom: the largest state and its headroom need at most the room of the device with the most
-    room, the next state and its headroom at most the room of the next device, and so on.
+    A process outside the pool, for example a display server, may use a little of a device all the
+    time. If a state nearly fills the rest of the device, perhaps no device ever has room for both
+    the state and the whole headroom, and the session would wait without end. So the function
+    reduces the headroom. It gives the largest state the room of the device with the most room, the
+    next state the room of the next device, and so on. A state and its headroom together are never
+    larger than this room, except if the state alone is larger.
     """
     devices, found = facts.devices, list[Need]()
     for x in s.suspended:
         ledger = devices[x.device]
-        # Without a guard, the session may have used more than the pool can grant.
+        # Without a guard, the session may have used more bytes than a slice can have.
         held = min(x.bytes, ledger.capacity) if ledger.capacity else x.bytes
         least = max(s.request.memory, held)
         moves = ledger.device.can_migrate and (not s.immovable or bool(ledger.drained))
@@ -372,8 +376,8 @@ def ever(request: Request, s: Session, facts: Facts) -> Refusal | None:
     )
     if refusal is not None or not s.bound or s.lease.slices or s.suspended:
         return refusal
-    # A session with a lease or suspended state stays on the devices of its state. Any other session
-    # needs a device that its processes see, and all these devices may be too small.
+    # A session with a lease or suspended state stays on its devices. But a session without these
+    # may be bound to devices that are all too small for the request.
     needs = _needs(s, facts)
     for need in needs:
         fit = sorted(d.capacity for d in facts.devices.values() if need.suits(d))
@@ -406,16 +410,15 @@ def home_devices(
     1. The devices where the pool would attach the kernel now (``planned``).
     2. The devices that the kernel sees so far, if they are ``count`` devices with room for
        ``memory`` bytes each.
-    3. The best devices. A device is better if it is in service; then, if it is large enough; then,
-       if it has room now; then, if the kernel sees it so far; then, if fewer kernels see it
-       (because all of them may need a slice there again); then, if less of its memory is granted;
-       then, if its number is lower.
+    3. The best devices. The rule prefers, in this order: devices in service, devices that are large
+       enough, devices that have room now, devices that the kernel sees so far, devices that fewer
+       kernels see (each of these kernels may need a slice on the device again), devices of which
+       less memory is granted, devices with lower numbers.
     4. The devices that the kernel sees so far, if rule 3 finds no room on ``count`` devices: a
        change would gain nothing.
 
-    The answer is empty only if the machine has no device: if a process sees no device at cuInit, it
-    can use no device until it ends. The answer names drained devices only if all devices are
-    drained.
+    The answer is empty only if the machine has no device, because a process that sees no device at
+    cuInit can never use one. The answer names drained devices only if all devices are drained.
     """
     if planned:
         return tuple(planned)

@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """Which leases may be preempted, when, and for which session.
 
-A waiting session may preempt a lease if all of this holds: the lease has been idle for
+Any waiting session may preempt an idle lease if all of this is true: the lease has been idle for
 ``reclaim_after``; its user does not keep it; its last refused suspend is long enough ago; its
 devices allow a suspend; and its state was not moved recently (:func:`stays_until`).
 
-These leases are tier 0 of :func:`victim_tier`. :mod:`.running` defines the higher tiers, for leases
-in use. :mod:`.victims` chooses which leases of all tiers make room for a session.
+Such leases are tier 0 of :func:`victim_tier`. :mod:`.running` defines the higher tiers, for leases
+in use. :mod:`.victims` then chooses from all tiers the leases that make room for a session.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def obstacle(s: Session, facts: Facts) -> str:
 
 
 def not_before(s: Session, facts: Facts) -> float:
-    """Return the time before which no rule may suspend the idle session ``s``."""
+    """Return the earliest time at which the pool can suspend the idle session ``s``."""
     if (s.pressed and s.state_bound) or not suspendable(s, facts):
         return math.inf
     if s.pinned_reason:
@@ -85,10 +85,10 @@ def stays_until(s: Session, facts: Facts) -> float:
 
 
 def times(s: Session, facts: Facts) -> tuple[float, float]:
-    """Return when a waiting session may preempt idle ``s``, and when the pool suspends ``s`` even
-    if no session waits.
+    """Return two times: when a waiting session may preempt idle ``s``, and when the pool suspends
+    ``s`` even if no session waits.
 
-    The session caches the answer until an event may have changed it: see ``Session.times``.
+    The session caches both times until an event may have changed them: see ``Session.times``.
     (Without the cache, the median decision with 200 idle leases takes twice as long.)
     """
     if s.times is None or s.times[0] != facts.version:
@@ -104,13 +104,12 @@ def times(s: Session, facts: Facts) -> tuple[float, float]:
 
 
 def leaving(facts: Facts) -> dict[str, float]:
-    """Return, by idle session, when the pool suspends it even if no session waits.
+    """Return for each idle session when the pool suspends it even if no session waits.
 
-    The pool needs the earliest of these times at every event. Without this cache, the search took a
-    tenth of the time of a grant with 300 idle leases. An entry is the second value of
-    :func:`times`. When the session drops its cached answer of :func:`times` (in
-    :meth:`Facts.forget_times`), or when the version changes, this function computes the entry
-    again.
+    This is the second value of :func:`times` for each session. The pool needs the earliest of these
+    values at every event, so this function caches all of them. (Without the cache, finding the
+    earliest took a tenth of the time of a grant with 300 idle leases.) The function computes a
+    value again after :meth:`Facts.forget_times`, or when :attr:`Facts.version` has changed.
     """
     found = facts.leaving.times
     if facts.leaving.version != facts.version:
@@ -148,10 +147,11 @@ def unprotected(holder: Session, facts: Facts) -> bool:
 
 
 def candidate(holder: Session, facts: Facts) -> int | None:
-    """Return the lowest tier in which any session might preempt ``holder`` now, or None.
+    """Return the lowest tier in which some session might preempt ``holder`` now, or None.
 
-    The answer is None if no session might preempt it. The pass calls this function once for each
-    lease; it calls :func:`victim_tier` only if the answer is not None.
+    The answer is 0 for an idle lease that no rule protects, and 1 for a lease that a rule of
+    :mod:`.running` might allow a session to preempt. This function is a cheap first check: the pass
+    calls :func:`victim_tier` only if the answer is not None.
     """
     if unprotected(holder, facts):
         return 0
@@ -172,10 +172,9 @@ def victim_tier(asker: Asker, holder: Session, facts: Facts) -> int | None:
 def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
     """Return the kind of an asker: askers of one owner and one kind may preempt the same leases.
 
-    For an asker without a lease, the kind contains everything that :func:`victim_tier` reads,
-    except for the two things that :func:`~.running.kind_of` leaves out. ``in_use`` says whether a
-    lease in use is among the candidates. If ``in_use`` is false, all candidates are idle, so any
-    asker may preempt every candidate, and all askers have the same kind.
+    The kind contains what :func:`victim_tier` reads of an asker without a lease, except for two
+    things: see :func:`~.running.kind_of`. ``in_use`` says whether one of the candidates is in use.
+    If all candidates are idle, any asker may preempt all of them, so all askers have the same kind.
     """
     return kind_of(asker, shares) if in_use else None
 

@@ -2,15 +2,16 @@
 # Distributed under the terms of the Modified BSD License.
 """Bounds on the memory that sessions behind the head of the queue can get.
 
-With these bounds, a pass of the planner need not search victims for most sessions. A *bound* is
-what a session would get on each device if the pool preempted every lease that the session might
-preempt there. A request for one slice must fail if the slice needs more than the bound on every
-device. A request for ``n`` slices must fail if fewer than ``n`` devices have a bound that is large
-enough. The bound includes free bytes, the bytes of suspends under way, and the bytes of every
-possible victim. There are two kinds of bounds. The bound of a class is computed once for each class
-(:meth:`.draft.Draft.reach`). The bound of a session depends on the tier of each lease. It is also
-valid for other sessions, if these may preempt no more leases (:meth:`Bound.adds`). So a pass
-searches victims for only a few sessions of a queue of hundreds.
+With these bounds, a pass of the planner need not search victims for most sessions. A *bound* says
+how many bytes a session would get on each device if the pool preempted every lease that the session
+might preempt. It includes free bytes, the bytes of suspends under way, and the bytes of every
+possible victim. A request for ``n`` slices must fail if fewer than ``n`` devices have a bound that
+is large enough for a slice.
+
+There are two kinds of bounds. The pass computes the bound of a class once for each class
+(:meth:`.draft.Draft.reach`). The bound of a session depends on the tier of each lease; it is also
+valid for another session that may preempt no more leases (:meth:`Bound.adds`). So in a queue of
+hundreds of sessions, the pass searches victims for only a few.
 
 A bound stays true as long as the draft only loses bytes. When the draft gains bytes (by a suspend,
 or when a promise moves or becomes void), the pass drops all bounds.
@@ -37,12 +38,14 @@ class OwnerTerms(NamedTuple):
     kind: tuple[str, bool]
     #: Its decayed usage.
     used: float
-    #: Its leases whose turn is over have this many bytes on one device at most.
+    #: For each device, the pool adds up the owner's leases whose turn is over. This is the largest
+    #: of these sums, in bytes.
     over: int
 
 
-#: The class of a session, the groups whose guarantee covers its request, and the kind of its owner.
-#: :func:`~.running.kind_of` also reads how much the session asks for.
+#: The class of a session, the groups whose guarantee covers its request, and
+#: :attr:`OwnerTerms.kind` of its owner. :func:`~.running.kind_of` has the same values, and also
+#: :attr:`.placement.Asking.modest`.
 Kind = tuple[int, "frozenset[str] | None", tuple[str, bool]]
 
 #: Two answers of :meth:`Reach._out_of_reach`. ``ANYBODY``: an equal request of any owner must also
@@ -52,7 +55,11 @@ ANYBODY, NOBODY = (-1.0, math.inf), (math.inf, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The most bytes that one session, and other sessions of its kind, can get on each device."""
+    """The most bytes on each device that a session of one kind can get.
+
+    The pass computed the bound for one session. ``owner``, ``used`` and ``since`` (the start of its
+    wait) belong to this session; :meth:`adds` compares other sessions with it.
+    """
 
     owner: Owner
     #: The decayed usage of its owner.
@@ -78,18 +85,19 @@ class Bound:
         """Return how many bytes more than this bound ``s`` may get; infinity if unknown.
 
         If all candidates are idle, any session may preempt them, so the bound is the same for all
-        sessions. Otherwise two things can differ between two sessions of a kind.
+        sessions. Otherwise, two sessions of one kind can differ in two ways.
 
-        The first is the usage of the owner. If two owners are in one group, and the owner that has
-        used more is behind a holder, then the owner that has used less is behind this holder, too.
-        (:meth:`.shares.Shares.behind` compares two groups, or each of the two owners with the same
-        account.)
+        First, their owners may have different usage. Both owners are in one group, so
+        :meth:`.shares.Shares.behind` either compares their group with another group, or compares
+        each of them with the same account. If the owner with more usage is behind a holder, then
+        the owner with less usage is also behind this holder. So ``s`` gains nothing from its usage
+        if its owner has used at least as much as the owner of the bound.
 
-        The second is the leases of the asker's own owner. Between sessions of one owner, the time
-        of the wait decides which session takes a turn. So ``s`` may be able to preempt the leases
-        of its own owner whose turn is over, although the bound does not include them. They add at
-        most ``owner.over`` bytes, the largest sum of these leases on one device. The leases of the
-        bound's owner add nothing: for ``s``, they count like the leases of any other owner.
+        Second, between sessions of one owner, the time of the wait decides which session takes a
+        turn. So ``s`` may be able to preempt leases of its own owner whose turn is over, although
+        the bound does not include these leases. They add at most ``owner.over`` bytes on a device.
+        The leases of the bound's owner add nothing: for ``s``, they count like the leases of any
+        other owner.
         """
         fair = draft.shares.fair
         if draft.offers_in_use and (s.wait.since < self.since or (fair and s.owner != self.owner)):
@@ -112,7 +120,7 @@ class Reach:
         self._owners: dict[Owner, OwnerTerms] = {}
 
     def gained(self) -> None:
-        """Forget the answers that are true only as long as the draft loses bytes."""
+        """Forget the answers that may be wrong now, because the draft has gained bytes."""
         self._failed.clear()
         self._bounds.clear()
 
@@ -122,12 +130,11 @@ class Reach:
         No quota or cap stops ``s``. The request must fail if it exceeds the bound, or if the
         failure of an earlier request proves it (:meth:`_failed_before`).
 
-        Most sessions get the answer of an earlier session of the same kind and
-        :attr:`~.placement.Asking.shape`. This answer is valid until the draft changes. The two
-        sessions can differ only in the owner and in the time of the wait, and only
-        :meth:`Bound.adds` reads these two. If the session's owner has used at least as much as the
-        owner of the bound, the time does not matter, and the session can get at most ``over`` bytes
-        more than the bound.
+        Most sessions get the cached answer of an earlier session of the same kind and
+        :attr:`~.placement.Asking.shape`. A cached answer is valid until the draft changes. The two
+        sessions can differ only in the owner and in the time of the wait, which matter only in
+        :meth:`Bound.adds`. If the owner of ``s`` has used at least as much as the owner of the
+        bound, ``s`` can get at most ``over`` bytes more than the bound, whatever its time.
         """
         draft, shares = self._draft, self._shares
         whose, used, over = self._owners.get(s.owner) or self._terms(s.owner)
@@ -169,7 +176,7 @@ class Reach:
         if out_of_reach(draft, s, found):
             return ANYBODY
         if s.lease.slices:
-            return None  # the session cannot preempt itself, but others can preempt it
+            return None  # no bound of other sessions is valid: it cannot preempt its own lease
         in_use = draft.offers_in_use
         bounds = self._bounds.setdefault((kind, found.modest) if in_use else None, [])
         for bound in bounds:
@@ -190,15 +197,16 @@ class Reach:
         return (bound.used, lacks) if self._shares.fair else NOBODY
 
     def _failed_before(self, s: Session, found: Asking) -> Reason | None:
-        """Return why ``s`` must fail; None if no failed request of its kind proves that.
+        """Return why ``s`` must fail; None if no earlier failed request proves this.
 
-        A failed request that was not larger proves that ``s`` must fail, for these reasons. The
-        draft has only lost bytes since the failure, because every gain clears the failures. Both
-        requests are for one slice on the same devices, without a quota, and both sessions may
-        preempt the same victims. If a step of :func:`~.victims.attempt` finds room for an amount,
-        it also finds room for a smaller amount. (This is true for free bytes, for greedy victims in
-        a fixed order, and for the combinations, which have the same options for both requests.)
-        ``s`` can take over only promises that the failed request could also take over.
+        An earlier request proves it if it failed, was not larger, and did not begin to wait later.
+        The reasons are these. Since the failure, the draft has only lost bytes, because every gain
+        clears the failures. Both requests are for one slice on the same devices, without a quota,
+        and both sessions may preempt the same victims. If a step of :func:`~.victims.attempt` finds
+        room for an amount, it also finds room for a smaller amount. (This is true for free bytes,
+        for greedy victims in a fixed order, and for the combinations, which have the same options
+        for both requests.) Every promise that ``s`` can take over, the failed request could also
+        take over.
         """
         draft = self._draft
         if not self._failed or found.where is None:

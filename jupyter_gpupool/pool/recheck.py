@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""When the plan next changes because time passes. The pool asks the broker for a ``Tick`` then."""
+"""The time at which the plan next changes because time passes; the broker then sends a ``Tick``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
         return found
     for s in queue:
         if (at := s.wait.since + SLICE_LEAST) > now:
-            found = min(found, at)  # from then on, ``s`` may take a turn of its owner's sessions
+            found = min(found, at)  # ``s`` may then take the turn of another session of its owner
     shares = Shares(facts)
     if not shares.fair:
         return found
@@ -87,11 +87,12 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
                     break
             else:
                 continue
-            # As a function of the decay factor, each weighted usage is the maximum of two lines. If
-            # one of the asker's lines is the higher one during the whole period, the difference of
-            # the usages (the asker's minus the holder's) is concave. If, in addition, the asker is
-            # behind neither at the start nor at the end of the period, it is never behind during
-            # the period. This check rules out most pairs, and a long queue has many pairs.
+            # This cheap check rules out most pairs of asker and holder, and a long queue has many
+            # pairs. As a function of the decay factor, each weighted usage is the maximum of two
+            # lines (memory and compute). If the same line of the asker is the higher one during the
+            # whole period, the asker's usage minus the holder's is a concave function. If the
+            # difference is not negative at the start and at the end of the period, a concave
+            # function is never negative between them. So the asker is never behind in the period.
             gain = debt / mine.weight
             if mine.used + gain < its.used:
                 if since == now:

@@ -24,7 +24,8 @@ from .session import NEVER, Session
 from .transitions import Actions, resize
 from .words import in_words, stays_reason
 
-#: A sample may be up to this many seconds older than the last change of the session.
+#: A sample that arrives after a change of the session may show the use of up to this many seconds
+#: before the change.
 SETTLE = 2.0
 #: A lease keeps unused grown bytes for this many seconds, if no session needs them.
 UNUSED = 60.0
@@ -43,7 +44,7 @@ def _answer(s: Session, rid: str, note: str | Refusal) -> Actions:
 
 
 def changed(facts: Facts, s: Session, event: ev.RequestChanged, plan: Plan) -> Actions:
-    """Store a new request. If it is smaller, take the bytes beyond it back at once."""
+    """Store a new request. If it is smaller, take bytes that it no longer covers back at once."""
     new = event.request
     refusal = change_refusal(facts, s, new)
     if refusal is not None:
@@ -145,22 +146,23 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
 
 # --------------------------------------------------------------------------- more than guaranteed
 #
-# Burst: a lease is guaranteed ``request.memory``, and it may grow to ``request.limit`` with free
-# memory. The pool preempts no lease for growth. A lease cannot grow into bytes that the plan
-# promises or reserves. If a lease grows so much that its state does not fit in host memory, the
-# bytes that are guaranteed to other sessions must stay free. A lease grows in steps, so that a
-# program with many small allocations does not send a request for each of them. While a session
-# waits, a step is only the missing bytes. The pool takes grown bytes back if the session does not
-# use them: at once when a session waits, else after ``UNUSED`` seconds. Grown bytes that the
-# session uses go back only when the pool suspends the session.
+# Burst: the pool guarantees ``request.memory`` to a lease, and the lease may grow into free memory
+# up to ``request.limit``. The pool preempts no lease for growth. A lease cannot grow into bytes
+# that the plan promises or reserves. If a lease grows so much that its state does not fit in host
+# memory, the bytes that are guaranteed to other sessions must stay free. A lease grows in steps, so
+# that a program with many small allocations does not send a request for each of them. While another
+# session waits, a step is no larger than the missing bytes. The pool takes back grown bytes that
+# the session does not use: at once if another session waits, otherwise after ``UNUSED`` seconds. It
+# gets back grown bytes in use only when it suspends the session.
 
 
 def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
     """Return the slices of an attached session without the bytes that the session must give back.
 
-    A slice keeps its guaranteed bytes and the bytes that were in use at the last measurement. It
-    loses all other bytes beyond the limit; with ``reclaim``, it also loses grown bytes that a
-    sample shows as unused. If ``only`` names a device, only the slice on this device shrinks.
+    A slice always keeps its guaranteed bytes and the bytes that were in use at the last
+    measurement. It loses all other bytes beyond the limit of the request. With ``reclaim``, it also
+    loses grown bytes within the limit if a sample shows that they are unused. If ``only`` names a
+    device, only the slice on this device shrinks.
     """
     memory, limit, lease = s.request.memory, s.request.limit, s.lease
     slices = []
@@ -168,7 +170,7 @@ def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
         used = lease.footprints.get(x.device)
         if used is not None and x.bytes > memory and only in ("", x.device):
             most = max(memory, used)
-            # Only a sample from after the growth shows whether the session uses the grown bytes.
+            # Only a sample taken after the growth shows whether the session uses the grown bytes.
             settled = lease.measured_at.get(x.device, NEVER) >= lease.grown_at + SETTLE
             if not (reclaim and settled):
                 most = max(most, limit)
@@ -179,8 +181,8 @@ def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
 
 
 def unused_for_long(s: Session, now: float) -> bool:
-    """Return whether the pool may take unused grown bytes back, ``UNUSED`` seconds after the last
-    growth and the last rise of the use.
+    """Return whether ``UNUSED`` seconds have passed since the lease last grew, and since its use
+    last rose. The pool may then take unused grown bytes back.
     """
     return now >= max(s.lease.rose_at, s.lease.grown_at) + UNUSED
 
@@ -193,11 +195,10 @@ def held_on(s: Session, uuid: str) -> int:
 def _growth_bounds(
     draft: Draft, s: Session, uuid: str, *, waits: bool
 ) -> Iterator[tuple[int, Refusal]]:
-    """Yield, for each rule, by how many bytes a slice may grow at most, and the refusal beyond
-    that.
+    """Yield for each rule the most bytes by which a slice may grow, and the refusal of more bytes.
 
-    ``draft`` is the memory that the plan leaves. ``waits`` is true if another session waits for the
-    owner's quota.
+    ``draft`` has the memory that the plan leaves. ``waits`` is true if another session waits for
+    the owner's quota or for the cap of a group of the owner.
     """
     facts, settings = draft.facts, draft.facts.settings
     held, limit = held_on(s, uuid), s.request.limit
@@ -265,11 +266,11 @@ def owed(facts: Facts, s: Session, uuid: str) -> int:
     """Return how many bytes of a device must stay free if ``s`` grows so much that it cannot be
     suspended.
 
-    A program that is alone may use the whole GPU, even if its state does not fit in host memory.
-    But then the pool cannot suspend it to take the grown bytes back. So ``s`` must leave the bytes
-    free that are guaranteed to others. On each device, these are the bytes of the largest request
-    of a session without a lease, and the unused guarantees of other groups. (One request is enough:
-    other sessions can be suspended to make room for the next request.)
+    A program that is alone on a GPU may use the whole GPU, even if its state does not fit in host
+    memory. The pool can then no longer suspend the program to get the grown bytes back. So ``s``
+    must leave two amounts free on each device: the largest request of a session that needs a lease
+    or lacks guaranteed bytes, and the unused guarantees of other groups. (One request is enough:
+    the pool can suspend other sessions to make room for the next request.)
     """
     ledger, most = facts.devices[uuid], 0
     for other in facts.sessions.values():
@@ -298,7 +299,10 @@ def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
 
 
 def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Refusal | int:
-    """Return by how many bytes a slice that needs ``missing`` more grows, or why it cannot."""
+    """Return by how many bytes a slice grows, or why it cannot grow.
+
+    ``missing`` is the number of bytes that the kernel needs in addition to the slice.
+    """
     draft, waits = outlook(facts, plan, but=s.id), plan.behind(s, facts) is not None
     bounds = list(_growth_bounds(draft, s, uuid, waits=waits))
     for most, why in bounds:
@@ -312,8 +316,8 @@ def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Re
         return missing
     step = max(missing, s.request.limit // STEPS, facts.settings.growth_step)
     if any(facts.devices[x.device].device.can_suspend for x in s.lease.slices):
-        # Do not let a whole step make the state too large for host memory: then grow only by the
-        # missing bytes.
+        # A whole step may make the state too large for host memory. If so, grow only as far as the
+        # state fits, but at least by the missing bytes.
         most = facts.settings.host_most(s.owner.name)
         step = max(missing, min(step, most - s.lease.granted))
     return min([step, *(most for most, _ in bounds)])
@@ -398,8 +402,8 @@ def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Ac
         when = "the running cell is done" if cell else "the kernel's work on the GPU is done"
         actions = _answer(s, event.rid, f"The slice goes back when {when}.")
         if s.attach == "lazy" and not s.lease.told_wanted:
-            # A user wants the slice back in the pool, so the agent must report at once when no cell
-            # runs.
+            # The user gives the slice back, so the agent of the lazy kernel must report the end of
+            # the running cell at once.
             s.lease.told_wanted = True
             actions.append(ev.Wanted(session=s.id, epoch=s.epoch))
         return actions
@@ -460,8 +464,9 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
 def reply(
     facts: Facts, event: ev.RequestChanged | ev.ReleaseAsked, plan: Plan, actions: Actions
 ) -> Actions:
-    """Return the answer to an event whose answer depends on the plan; [] if it was already
-    answered.
+    """Return the answer to a request for a new size or for a release, after the plan is made.
+
+    The answer is [] if the request was already answered before the plan.
     """
     if any(isinstance(a, ev.Answer) and a.rid == event.rid for a in actions):
         return []

@@ -2,53 +2,55 @@
 # Distributed under the terms of the Modified BSD License.
 """Minimum residence: how long an idle holder keeps its slice from sessions that wait for it.
 
-Moving the state of a holder out and in again takes ``cost`` seconds in which the GPU computes
-nothing. If an idle holder stays while a session waits, the GPU also computes nothing, until the
-holder computes again. Which choice is cheaper depends on when the holder computes again, and the
-pool does not know this time. This is the ski-rental problem (rent or buy). A thread has the same
-problem when it waits for a lock: it can spin or block. The module has plain functions over plain
-values; the pool keeps the values and sets its timer to :func:`protected_until`.
+Moving the state of an idle holder out and in again takes ``cost`` seconds, in which the GPU
+computes nothing. If the holder keeps its slice while a session waits, the GPU also computes
+nothing, until the holder computes again. Which choice is cheaper depends on when the holder
+computes again, and the pool does not know this time. This is the ski-rental problem (rent or buy).
+A thread that waits for a lock has the same problem: it can spin or block. The module has plain
+functions over plain values; the pool keeps the values and sets its timer to
+:func:`protected_until`.
 
 The rule, for a holder whose state was moved to its slice:
 
-1. *No session waits*: the pool does not preempt the slice. When a session waits
-   while the holder computes nothing, the time of the next rule starts.
-2. *Patience.* From this start on the holder is protected for :func:`patience`, which is at most
-   ``cost``, as in A. Karlin, M. Manasse, L. Rudolph, D. Sleator, "Competitive snoopy caching",
-   Algorithmica 3 (1988), 79-119. The last gaps of the holder can make the patience shorter: the
-   pool then takes the patience that would have cost least over these gaps, as in A. Karlin, K. Li,
-   M. Manasse, S. Owicki, "Empirical studies of competitive spinning for a shared-memory
-   multiprocessor", SOSP 1991, 41-55.
+1. *No session waits*: the pool does not preempt the slice. As soon as a session waits and the
+   holder computes nothing, rule 2 begins.
+2. *Patience.* The holder is now protected for :func:`patience`, which is at most ``cost``, as in
+   A. Karlin, M. Manasse, L. Rudolph, D. Sleator, "Competitive snoopy caching", Algorithmica 3
+   (1988), 79-119. The last gaps of the holder can make the patience shorter: the pool then takes
+   the patience that would have cost least over these gaps, as in A. Karlin, K. Li, M. Manasse,
+   S. Owicki, "Empirical studies of competitive spinning for a shared-memory multiprocessor", SOSP
+   1991, 41-55.
 3. *Allowance.* With patience alone, two sessions that compute in loops with short pauses would
-   preempt each other at every longer pause, or one of them would be protected without end. So a
-   holder must use its slice for long enough to pay for a move. Its protection ends when it has used
-   the slice for ``cost / share`` seconds since it came back. Its computing time and its idle time
-   while a session waited count as use. Idle time while no session waits does not count.
+   preempt each other at every longer pause, or one of them would be protected without end. So the
+   protection also has a limit: it ends when the holder has used the slice for ``cost / share``
+   seconds since its state was moved there. This use pays for a move. Computing time counts as use,
+   and so does idle time while a session waits. Idle time while no session waits does not count.
 
 Worst cases:
 
-* One gap: with patience x and a gap of length g, the lost GPU time is g (if the holder came back in
-  time) or x + cost. The optimum in hindsight is min(g, cost). With x = cost, the lost time is never
-  more than twice the optimum.
-* Any gaps, with history: a shorter patience can lose more than twice the optimum if the holder
-  comes back just after the move, so the pool keeps an account of the loss. ``trust`` is the balance
-  of this account, in moves: every gap adds (2 x best - lost) / cost to it, where ``best`` is the
-  optimum in hindsight. Patience is never below cost x (1 - trust), so that the balance can pay for
-  a wrong guess. The balance starts at 1, never rises above 1, and never falls below 0. So over any
-  sequence of gaps, lost <= 2 x best + one move.
+* One gap of length g, with patience x: the lost GPU time is g if the holder comes back in time, and
+  x + cost if it comes back later. With full knowledge, the smallest loss would be min(g, cost).
+  With x = cost, the loss is never more than twice this smallest loss.
+* Any gaps, with history: a shorter patience can lose more than twice the smallest loss, if the
+  holder comes back just after the move. So the pool keeps an account of the loss. ``trust`` is the
+  balance of this account, in moves: every gap adds (2 x best - lost) / cost, where ``best`` is the
+  smallest loss for this gap. Patience is never below cost x (1 - trust), so that the balance can
+  pay for a wrong guess. The balance starts at 1, never rises above 1, and never falls below 0. So
+  over any sequence of gaps, lost <= 2 x best + one move.
 * Two holders that always contend, with pauses shorter than patience: each move follows cost / share
-  seconds of use, so moving takes at most share / (1 + share) of the time.
-* A session waits for an idle GPU at most ``cost`` at a time and at most ``cost / share`` (or
-  ``STAY_MOST``) in total, and then for the move. For a running computation, other rules apply.
+  seconds of use, so moves take at most share / (1 + share) of the time.
+* A waiting session waits for an idle holder at most ``cost`` in one gap, and at most
+  ``cost / share`` (or ``STAY_MOST``) in all gaps together; then it waits for the move. If the
+  holder computes, other rules apply (:mod:`.running`).
 
-``cost`` is the measured time of the holder's own suspend and resume. So each move is paid for once:
-in a cycle of two holders, each holder pays for its own two copies. The time for which these copies
-waited for other moves on the same devices also counts (:func:`move_cost`). An example shows why.
-Ten sessions use a device with room for six, and their pauses are a little longer than a move. If
-the time of waiting did not count, they would preempt each other at every pause, and each of them
-would wait for the moves of all ten. With this rule, the cost of a move rises on a device that
-mostly copies. Sessions with short pauses then keep their slices, so there are fewer moves, and the
-cost falls again.
+``cost`` is the measured time of the holder's own suspend and resume, so each move is paid for only
+once: if two holders take turns, each of them pays for its own two copies. The time for which these
+copies waited for other moves on the same devices also counts (:func:`move_cost`). An example shows
+why. Ten sessions use a device with room for six, and their pauses are a little longer than a move.
+If this waiting time did not count, the sessions would preempt each other at every pause, and each
+of them would wait for the moves of all ten. Because it counts, the cost of a move rises on a device
+that mostly copies. Sessions with short pauses then keep their slices, so there are fewer moves, and
+the cost falls again.
 """
 
 from __future__ import annotations
@@ -68,8 +70,8 @@ STAY_MOST = 600.0
 #: them.
 GAPS, ENOUGH = 8, 3
 
-#: The pool uses a patience below ``cost`` only if, over the last gaps, it would have lost at most
-#: this part of the time that the patience ``cost`` would have lost.
+#: The pool uses a patience below ``cost`` only if the loss over the last gaps would have been at
+#: most this part of the loss with the patience ``cost``.
 CLEAR = 0.75
 
 #: The shortest time slice, in seconds.
@@ -96,7 +98,7 @@ class Habits:
     #: The lengths of the gaps in seconds, the latest gap last. A gap lasts from the end of the
     #: session's work to its next hold.
     gaps: tuple[float, ...] = ()
-    #: How many moves a wrong guess may cost, from 0 to 1.
+    #: The balance of the account of the loss (see the start of this module), in moves, from 0 to 1.
     trust: float = 1.0
 
 
@@ -104,7 +106,7 @@ class Habits:
 class Gap:
     """A time without work, from ``began`` on.
 
-    A field is ``math.inf`` if its event has not happened.
+    ``wanted`` and ``taken`` are ``math.inf`` as long as their event has not happened.
     """
 
     began: float
@@ -129,16 +131,17 @@ def allowance(cost: float, share: float) -> float:
 
 
 def move_cost(seconds: float, waited: float) -> float:
-    """Return the cost of a suspend or resume that took ``seconds`` and ``waited`` for other
-    moves.
+    """Return the cost, in seconds, of a suspend or resume that took ``seconds``.
+
+    ``waited`` is the time for which the suspend or resume first waited for other moves.
     """
     return seconds + min(waited, CROWD * seconds)
 
 
 def guessed_cost(size: int) -> float:
-    """Return a guess of the seconds that moving ``size`` bytes out and in takes.
+    """Return a guess of how many seconds it takes to move ``size`` bytes out and in again.
 
-    The pool uses it until it has measured a move.
+    The pool uses this guess until it has measured a move.
     """
     return 2 * size / RATE
 
@@ -149,15 +152,14 @@ def slice_length(cost: float, share: float) -> float:
 
 
 def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
-    """Return how long to wait for an idle holder that has been idle for ``away`` seconds.
+    """Return how many seconds to wait for a holder that has already been idle for ``away`` seconds.
 
-    The function reads the holder's last gaps that were longer than ``away``, and finds the patience
-    that would have lost the least time over these gaps. If this patience would have lost clearly
-    less time than the patience ``cost``, the function returns it; otherwise the function returns
-    ``cost``. Without the word "clearly", the pool would move a holder at each pause if the pauses
-    are about as long as a move. If all of the last gaps were clearly shorter than ``away``, the
-    user has probably left, and the holder gets the least patience. The result is never below
-    ``cost`` x (1 - ``trust``).
+    The function finds the patience that would have lost the least time over those of the last gaps
+    that were longer than ``away``. It returns this patience if the loss is at most ``CLEAR`` times
+    the loss with the patience ``cost``; otherwise it returns ``cost``. (Without ``CLEAR``, the pool
+    would move a holder at each pause if the pauses are about as long as a move.) If all of the last
+    gaps were clearly shorter than ``away``, the user has probably left, and the holder gets the
+    least patience. The result is never below ``cost`` x (1 - ``trust``).
     """
     if len(habits.gaps) < ENOUGH or cost <= 0:
         return max(0.0, cost)
@@ -201,11 +203,11 @@ def kept_idle(stay: Stay, gap: Gap, now: float) -> Stay:
 
 
 def taken(gap: Gap, stay: Stay, habits: Habits, now: float, *, cost: float, share: float) -> Gap:
-    """Return ``gap`` with a note that a waiting session preempts the slice ``now``.
+    """Return ``gap`` with a note that the pool preempts the slice ``now`` for a waiting session.
 
-    If the allowance ended before the patience, the holder's use of the slice has paid for the move.
-    In this case the gap does not change ``trust``, because it does not show whether the patience
-    was right.
+    If the allowance ended before the patience, the result has no such note, and the gap will not
+    change ``trust``: the use of the slice has paid for the move, and the gap does not show whether
+    the patience was right.
     """
     start = max(gap.began, gap.wanted)
     if share <= 0 or cost <= 0 or start == math.inf:
@@ -223,9 +225,9 @@ def returned(habits: Habits, gap: Gap, now: float, cost: float) -> Habits:
         rent = _withheld(gap, min(now, gap.taken))
         lost = rent + (cost if gap.taken < math.inf else 0.0)
         best = min(_withheld(gap, now), cost)
-        # If no waiting session could take the slice, the gap may be much longer than the patience.
-        # So the loss counts as at most twice the cost of a move: with such a gap, ``trust`` does
-        # not fall.
+        # The holder may have kept its slice for much longer than the patience, because no waiting
+        # session could take it. ``trust`` must not fall for this reason, so the loss counts as at
+        # most twice the cost of a move.
         trust += (2 * best - min(lost, 2 * cost)) / cost
     gaps = (*habits.gaps, max(0.0, now - gap.began))[-GAPS:]
     return Habits(gaps, min(1.0, max(0.0, trust)))

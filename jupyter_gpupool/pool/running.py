@@ -9,14 +9,15 @@ first victim to the last (tier 0 is an idle lease that nothing protects, see :mo
 ====  ==============  ==============================================================================
 tier  rule            which holders, for which askers
 ====  ==============  ==============================================================================
-1     ``burst``       holders that have more than their request guarantees, for any asker that needs
+1     ``burst``       holders that have more than their request guarantees, for an asker that needs
                       no more than its own request guarantees
 2     ``guarantee``   holders outside the asker's group, for an asker within its group's guarantee;
                       and holders whose daily budget is used up, for an asker that has budget left
-3     ``class``       holders of a lower class, for askers that need no more than their request
-4     ``turns``       holders of the same class whose time slice is over, for an asker whose owner
-                      has used less for its weight, by more than one time slice; sessions of one
-                      owner take turns
+3     ``class``       holders of a lower class, for an asker that needs no more than its own request
+                      guarantees
+4     ``turns``       holders of the same class whose time slice is over, for an asker of the same
+                      owner, or of an owner with less usage for its weight (less by more than one
+                      time slice)
 ====  ==============  ==============================================================================
 
 For all of these rules, the pool does not preempt these holders:
@@ -24,20 +25,22 @@ For all of these rules, the pool does not preempt these holders:
 * A holder that is protected by a guarantee of its own group. (A session of the same group may still
   preempt it.)
 * A holder that cannot be suspended.
-* A holder before its *minimum residence* is over. This is the measured time for moving its state
-  out and in. (For ``burst``, if the holder's state was moved to its slice, the minimum residence is
-  the holder's time slice, because the pool would have to move the whole state again.)
+* A holder that has not yet had its slice for its *minimum residence*. This is the measured time for
+  moving the holder's state out and in. (Under ``burst``, the minimum residence of a holder whose
+  state was moved to its slice is its whole time slice, because the pool would have to move the
+  whole state again.)
 
 The rules treat a protected idle holder (``%gpu keep``, ``reclaim_after``, residence) like a busy
 holder, so that an idle slice is never better protected than a slice in use.
 
 *Two sessions never preempt each other again and again*, except by ``turns``, where this is the
-purpose. A victim of ``guarantee`` belongs to a group that had more than its guarantee. It cannot
-take the slice back by a guarantee, because its group, together with its request, again needs more
-than the guarantee, while a guarantee covers the asker. By ``class``, a session preempts only
-sessions of a lower class, and if its age raised a session to a class, the session keeps this class
-while it has the lease. A session whose state has grown beyond its request preempts only by
-``guarantee`` and ``turns``. So a victim of ``burst`` cannot take the slice back by its class.
+purpose. The reasons by rule: ``guarantee``: the group of the victim had more than its guarantee.
+With the victim's request, the group would again have more than its guarantee, so no guarantee
+covers this request, and the victim cannot take the slice back by a guarantee. ``class``: a session
+preempts only sessions of a lower class. If its age raised the session to a class, it keeps this
+class while it has the lease. ``burst``: a session whose state has grown beyond its request preempts
+only by ``guarantee`` and ``turns``, so a victim of ``burst`` cannot take the slice back by its
+class.
 
 *Time slices.* A slice lasts for ``cost / max_swap_overhead`` seconds (at least ``SLICE_LEAST``),
 where ``cost`` is the measured time of the holder's own suspend and resume. So moving takes at most
@@ -49,19 +52,19 @@ whole lease.
 the time on copies. So the pool lets such sessions run one after the other, for longer times. A time
 slice has no upper bound: if the state of a session takes two minutes to move, its slice lasts
 twenty minutes (at 10 %). All devices copy to the same host memory. If many copies slow each other
-down or wait for each other, the measured cost rises, and with it the length of every slice, until
-all moves together take no more than ``max_swap_overhead`` again. The price is that a session waits
-for longer until it has its turn, because a round (the sum of the slices of all waiting sessions) is
-longer. Sessions that should not wait belong in a higher class, or in a group with a guarantee.
+down or wait for each other, the measured cost rises, so every slice becomes longer, until all moves
+together take no more than ``max_swap_overhead`` again. The disadvantage is that a round (the sum of
+the slices of all waiting sessions) becomes longer, so a session waits for longer until its turn.
+Sessions that should not wait belong in a higher class, or in a group with a guarantee.
 
-If asker and holder have different owners, the holder gives up its turn only under one condition:
-the asker would still be behind the holder after using as much as the holder uses in one slice.
+*Conditions of a turn.* If asker and holder have different owners, the holder gives up its turn only
+if the asker's owner would still have used less after using as much as the holder uses in one slice.
 Without this condition, the asker would have to give the turn back at once. If asker and holder have
-the same owner, a different condition applies: the asker must have waited for ``SLICE_LEAST``, so
-that a victim does not at once take a turn from another holder. (The asker need not wait for as long
-as the holder's own slice lasts. If it had to, the pool would never preempt a holder with a longer
-slice than the others, because each asker would get the slice of another holder sooner.) Of several
-holders, the holder whose slice ended first gives up its turn first.
+the same owner, the asker must have waited for ``SLICE_LEAST``, so that a victim does not at once
+take a turn from another holder. (The asker need not wait for as long as the holder's time slice
+lasts. If it had to, a holder with a longer slice than all others would never be preempted: each
+asker would get the slice of another holder before.) Of several holders, the holder whose slice
+ended first gives up its turn first.
 """
 
 from __future__ import annotations
@@ -184,7 +187,7 @@ def movable(s: Session, facts: Facts) -> bool:
 
 
 def free_from(s: Session, facts: Facts) -> float:
-    """Return the first time at which some rule allows a preemption of ``s`` while it is in use."""
+    """Return the first time at which a rule may allow the pool to preempt ``s`` in use."""
     return use_times(s, facts)[0]
 
 
@@ -194,8 +197,8 @@ def slice_ends(s: Session, facts: Facts) -> float:
 
 
 def _guaranteed(asker: Session, holder: Session, shares: Shares) -> bool:
-    """Return whether the guarantee of a group covers the request of ``asker``, while ``holder`` is
-    outside this group.
+    """Return whether a group that ``holder`` does not belong to has a guarantee that covers the
+    request of ``asker``.
     """
     groups = shares.entitled.get(asker.id, frozenset())
     return bool(groups) and not groups <= set(shares.tree.path(holder.owner.group))
@@ -204,8 +207,8 @@ def _guaranteed(asker: Session, holder: Session, shares: Shares) -> bool:
 def rule_of(tier: int, asker: Session, holder: Session, shares: Shares) -> str:
     """Return the rule by which ``asker`` preempts ``holder`` in this tier.
 
-    The answer is ``budget`` if no guarantee, but the used-up budget of the holder allows the
-    preemption.
+    In tier 2, the answer is ``guarantee`` if a guarantee allows the preemption. It is ``budget`` if
+    only the used-up budget of the holder allows it.
     """
     if tier == 2 and not _guaranteed(asker, holder, shares):
         return "budget"
@@ -213,7 +216,7 @@ def rule_of(tier: int, asker: Session, holder: Session, shares: Shares) -> str:
 
 
 class Asker:
-    """The facts about a waiting session that the rules compare with each holder."""
+    """A waiting session that may preempt leases, with the facts that the rules compare."""
 
     def __init__(self, session: Session, shares: Shares) -> None:
         self.session = session
@@ -231,14 +234,14 @@ class Asker:
     def claims(
         self, holder: Session, *, by: float = math.inf, stuck: bool = False, foresee: bool = False
     ) -> Iterator[tuple[int, float]]:
-        """Yield the tiers in which the session may preempt ``holder`` in use, each with its first
-        time.
+        """Yield the tiers in which the session may preempt ``holder`` in use.
 
-        Tiers whose first time is after ``by`` may be missing. The answer ignores the guarantees
-        that protect the holder, because they depend on the other victims (:func:`covered`). With
-        ``stuck``, the answer is as if the holder could be suspended. With ``foresee``, if the asker
-        has used too much for a turn now, the time of the tier ``turns`` is when its usage will be
-        low enough, if the rates stay as they are now.
+        Each tier comes with the first time at which the session may do so; tiers whose first time
+        is after ``by`` may be missing. The answer ignores the guarantees that protect the holder,
+        because they depend on the other victims (:func:`covered`). With ``stuck``, the answer is as
+        if the holder could be suspended. ``foresee`` matters if the asker's owner has used too much
+        for a turn now: the answer then includes the tier of ``turns``, with the time at which the
+        usage will be low enough if the rates stay as they are now.
         """
         asker, shares, facts = self.session, self._shares, self._facts
         if self._silent or asker is holder:
@@ -281,17 +284,18 @@ class Asker:
 
 
 def open_above(holder: Session, level: int, shares: Shares, *, over: bool) -> float:
-    """Return a class: a session of this class or of a lower class cannot preempt ``holder`` in use.
+    """Return the number above which a class may allow a session to preempt ``holder`` in use.
 
-    ``level`` is the holder's class; ``over`` is true if its turn is over. The answer does not apply
-    to a session that is :attr:`~Asker.guaranteed`.
+    A session whose class has this number or a lower number cannot preempt the holder, except if the
+    session is :attr:`~Asker.guaranteed`. ``level`` is the holder's class; ``over`` is true if the
+    holder's turn is over.
     """
     if holder.id in shares.facts.grown:
         return -math.inf
     if shares.budgeted and shares.spent(holder.owner) is not None:
         return -math.inf
-    # If the turn is over, sessions of the holder's own class may preempt it, too. Classes are whole
-    # numbers, so the holder's class is above this value, and the next lower class is not.
+    # If the holder's turn is over, sessions of its own class may preempt it, too. Classes are whole
+    # numbers, so ``level - 0.5`` is below the holder's class and above all lower classes.
     return level - 0.5 if over else level
 
 
@@ -316,11 +320,12 @@ def covered(
     leaving: Mapping[str, int],
     shares: Shares,
 ) -> bool:
-    """Return whether a guarantee protects one of ``victims`` if they are preempted in this order.
+    """Return whether a guarantee protects one of ``victims`` if the pool preempts them in this
+    order.
 
-    ``victims`` are sessions with their tiers. ``leaving`` is the number of bytes that this plan
-    already suspends in each group. The guarantee of a group to which the asker also belongs
-    protects no victim from the asker. No guarantee protects a victim of tier 0.
+    ``victims`` are sessions with their tiers. ``leaving`` says for each group how many bytes this
+    plan already suspends. Two kinds of victims have no protection: a victim of tier 0, and a victim
+    whose guaranteed group is also a group of the asker.
     """
     guarantees, facts = shares.tree.guarantees, shares.facts
     if not guarantees or not any(tier for _, tier in victims):
@@ -345,9 +350,10 @@ def covered(
 def kind_of(asker: Session, shares: Shares) -> object:
     """Return the kind of an asker: what :meth:`Asker.tier` reads of an asker without a lease.
 
-    The kind leaves out two things: the time that the asker has waited, which counts between two
-    sessions of one owner; and the usage and the leases of its owner. Sessions of two owners can
-    have the same kind only if the owners are in one group.
+    :meth:`Asker.tier` also reads two things that are not part of the kind. The first is how long
+    the asker has waited, which counts only between sessions of one owner. The second is the usage
+    and the leases of the asker's owner. Sessions of two owners can have the same kind only if the
+    owners are in one group.
     """
     spent = shares.budgeted and shares.spent(asker.owner) is not None
     groups = shares.entitled.get(asker.id) if shares.entitled else None

@@ -8,8 +8,8 @@ After every event, :func:`plan` looks at the whole machine and decides again. It
 :class:`~.draft.Draft` (a copy of the accounts) and returns a :class:`Plan`, whose changes become
 the actions (:mod:`.transitions`). The pass has these steps, in this order:
 
-1. *Promises.* Suspends under way make room for the sessions to which the last plan promised this
-   room. The pass keeps each promise that can still be kept.
+1. *Promises.* The last plan promised some sessions the room that suspends under way make. The pass
+   keeps each of these promises that it still can.
 2. *Leaving.* The pass suspends two kinds of leases, if host memory has room. The first are leases
    that must not run: an admin has recalled them, their class is closed, or a used-up budget stops
    them. They may also take the host memory that is kept for the head. The second are idle leases
@@ -25,7 +25,7 @@ the actions (:mod:`.transitions`). The pass has these steps, in this order:
    * The session fits in free memory: on the devices of its last lease, else on the tightest device
      (:mod:`.placement`).
    * The session keeps its promise, and waits for the suspends under way.
-   * The session fits once suspends under way are done.
+   * The session will fit when the suspends under way are done.
    * The session fits if the pool preempts the least disruptive victims (:mod:`.victims`). These are
      first idle leases that no rule protects *now* (a rule protects a lease that was just moved, for
      example). Leases in use follow, by the tiers of :mod:`.running`: burst, guarantee, class, turn.
@@ -34,8 +34,8 @@ the actions (:mod:`.transitions`). The pass has these steps, in this order:
 
    If no way works, the session is blocked, and the :class:`~.model.Reason` names the rule.
 4. *The head.* The first session that is blocked for lack of memory reserves devices
-   (:func:`~.victims.reservation`). Sessions behind it are *backfilled*: the pass serves them only
-   where that can never delay the head.
+   (:func:`~.victims.reservation`). Sessions behind the head are *backfilled*: the pass serves them
+   only with memory that the head can never need.
 5. *Growth of idle leases* comes last in the order and reserves nothing, because these leases
    compute nothing. A session in use that wants to grow waits in the queue like a session without a
    lease: its age counts, and it may become the head.
@@ -60,12 +60,12 @@ Sources
 EASY backfilling (Lifka, "The ANL/IBM SP Scheduling System", 1995; the name and the analysis are in
 Mu'alem and Feitelson, 2001): jobs may overtake as long as they do not delay the *first* job of the
 queue. EASY computes the head's start from the run times that users declare. Users of notebooks
-declare no run time, so :meth:`~.draft.Room.spare` is stricter: the head must not start later,
-whatever the order in which the present leases end. KAI-Scheduler tries evictions and placements in
-a ``Statement``, which it commits or discards as a whole. The draft and :class:`~.victims.Trial` do
-the same. The controller of dask-gateway reconciles: a wake-up only means "look again", so a lost or
-an extra wake-up does no harm. The worker state machine of Dask.distributed maps (state, state) to a
-function and returns instructions instead of acting (:mod:`.transitions`).
+declare no run time, so :meth:`~.draft.Room.spare` is stricter: in whatever order the present leases
+end, the head must not start later. KAI-Scheduler tries evictions and placements in a ``Statement``,
+and then commits or discards the whole statement. The draft and :class:`~.victims.Trial` do the
+same. The controller of dask-gateway reconciles: a wake-up only means "look again", so a lost or an
+extra wake-up does no harm. The worker state machine of Dask.distributed maps (state, state) to a
+function and returns instructions instead of acting (:mod:`.transitions` does the same).
 
 Rejected
 --------
@@ -126,8 +126,8 @@ class Plan:
     held_groups: set[str] = field(default_factory=set)
     #: Whether some reason names a limit.
     limited: bool = False
-    #: Whether a change of usage over time may change the order, or the leases that may be
-    #: preempted.
+    #: Whether the order, or the set of leases that may be preempted, may change because the usage
+    #: of owners changes over time.
     contended: bool = False
 
     @property
@@ -142,13 +142,13 @@ class Plan:
     def complete(self) -> bool:
         """Whether this plan grants a lease to every session that wanted something.
 
-        If so, another plan would change nothing, unless the plan before had a reservation. Without
-        the host memory of a reservation, the pool could not suspend some idle leases.
+        If so, another plan would change nothing, except if the last plan had a reservation. The
+        host memory of the reservation is now free, so another plan may suspend more idle leases.
         """
         return len(self.grants) == len(self.order) and not (self.reasons or self.promises)
 
     def behind(self, s: Session, facts: Facts) -> Reason | None:
-        """Return the reason for which ``s`` waits behind an earlier session, or None.
+        """Return why ``s`` waits behind an earlier session, or None.
 
         The earlier session waits for the quota of the same owner or for the cap of the same group.
         """
@@ -223,7 +223,7 @@ def stopped(s: Session, shares: Shares) -> str:
 
 
 def stops_at(s: Session, facts: Facts) -> float:
-    """Return the time from which on the pool can suspend a session that must not run."""
+    """Return the first time at which the pool can suspend ``s``, a session that must not run."""
     return not_before(s, facts) if s.state == "idle" else free_from(s, facts)
 
 
@@ -233,12 +233,12 @@ def stops_at(s: Session, facts: Facts) -> float:
 def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
     """Return what the pool does now.
 
-    ``before`` is the last plan. ``relieve`` names the sessions for which host memory is short. This
-    function changes no facts. It returns an empty plan without a pass if no session wants anything,
-    host memory is not short, no rule stops running sessions, and no idle lease must be suspended
-    now. (This is so at most events of a cell.) A pass would then find nothing to do: it keeps
-    promises and reservations only for sessions in the order, and the order is empty. Each of its
-    other steps loops over the order, over ``relieve``, over the sessions that must not run, or over
+    ``before`` is the last plan. ``relieve`` names the sessions for which host memory is short. The
+    function changes no facts. It makes no pass and returns an empty plan if no session wants
+    anything, host memory is not short, no rule stops running sessions, and no idle lease must be
+    suspended now. This is the case at most events of a cell. A pass would find nothing to do:
+    promises and reservations belong to sessions in the order, and the order is empty. The other
+    steps are loops over the order, over ``relieve``, over the sessions that must not run, and over
     the idle leases whose idle time-out is over.
     """
     if not (facts.waiting or facts.short or relieve or facts.stops or _overdue(facts)):
@@ -259,16 +259,16 @@ def _overdue(facts: Facts) -> list[Session]:
 
 
 def outlook(facts: Facts, before: Plan, but: str = "") -> Draft:
-    """Return the draft after the last plan, with the bytes that the plan neither promises nor
+    """Return a draft in which the bytes are free that the last plan neither grants, promises nor
     reserves.
 
-    If ``but`` names a session, the bytes that the plan keeps for this session count as free, too.
+    If ``but`` names a session, the bytes that the plan keeps for this session are free, too.
     """
     return _Pass(facts, before, but=but).draft
 
 
 def forecast(facts: Facts, before: Plan, s: Session) -> tuple[Slice, ...]:
-    """Return the slices that ``s`` would get or be promised if it asked now; () if blocked."""
+    """Return the slices that a plan would grant or promise ``s`` if it asked now; () if none."""
     found = attempt(_Pass(facts, before).draft, s, asking(s, facts), behind_head=True)
     return found.takes if isinstance(found, Offer) else ()
 
@@ -283,7 +283,7 @@ class _Pass:
         everybody = self.shares.order()
         waits = [s for s in everybody if s.state == "queued"] if facts.short else everybody
         self.plan = Plan(everybody, waits)
-        #: Whether :func:`barred` may bar sessions for another reason than a failed attach.
+        #: Whether :func:`barred` may give a reason other than a failed attach.
         self.bars = self.shares.budgeted or facts.settings.classes_allowed is not None
         self.turn = {s.id: at for at, s in enumerate(everybody)}
         self.draft = Draft(facts, self.shares)
@@ -293,18 +293,18 @@ class _Pass:
             self.plan.contended = self.shares.fair
         #: How many waits had begun when the oldest promise was made.
         self.oldest = facts.arrivals
-        #: The last place in the order whose session has a promise from an earlier plan. A new
-        #: promise does not matter here: only the session that the pass serves at the moment gets
-        #: one.
+        #: The place in the order of the last session that has a promise from an earlier plan. A new
+        #: promise does not matter here: its session is served already, so it is never behind the
+        #: session that the pass serves.
         self.last = -1
-        #: The requests behind the head that the pass need not try; None before a request has
-        #: failed.
+        #: Finds the requests behind the head that the pass need not try. None until a request
+        #: has failed.
         self.reach: Reach | None = None
         if before.promises:
             self._keep_promises(but)
         held = before.reservation
         if held is not None and held.session in self.turn and held.session != but:
-            # The head keeps its reservation until the pass serves the queue.
+            # Keep the reservation of the head until the pass begins to serve the queue.
             head = facts.sessions[held.session]
             found = asking(head, facts)
             wanted = {}
@@ -319,7 +319,7 @@ class _Pass:
     # ------------------------------------------------------------------ 1. promises
 
     def _keep_promises(self, but: str) -> None:
-        """Keep each promise that still fits its session, if suspends free enough bytes."""
+        """Keep each promise that still fits its session and that suspends under way can meet."""
         facts, draft = self.facts, self.draft
         for name, promise in self.before.promises.items():
             if name not in self.turn or name == but:
@@ -342,7 +342,7 @@ class _Pass:
     def _behind(self, s: Session, before: float = math.inf) -> list[str]:
         """Return the sessions behind ``s`` that have a promise, the last session first.
 
-        The promise must have been made before the wait with the number ``before`` began.
+        Only promises from before the start of the wait with the number ``before`` count.
         """
         turn, own, held = self.turn, self.turn[s.id], self.draft.promises.items()
         if own >= self.last:
@@ -382,10 +382,10 @@ class _Pass:
                 self._suspend(s, paused(s, facts) or ("release" if s.release_asked else "idle"))
 
     def _stop(self, s: Session, why: str) -> bool:
-        """Suspend ``s``, which must not run, if this is possible now; return whether it is.
+        """Suspend ``s``, a session that must not run; return False if this is not possible now.
 
-        The suspend may take the host memory that is kept for the head: the pass suspends sessions
-        that must not run before it serves waiting sessions, and there are only a few of them.
+        The suspend may take the host memory that is kept for the head: only a few sessions must
+        not run, and the pass suspends them before it serves waiting sessions.
         """
         draft = self.draft
         if stops_at(s, self.facts) > self.facts.now or draft.host_lack([s], draft.host):
@@ -396,7 +396,7 @@ class _Pass:
     def _suspend(self, v: Session, reason: str, tier: int = 0) -> None:
         self.draft.suspend(v)
         self.plan.suspends.append((v, reason, tier))
-        # The suspend frees bytes that the failed requests did not have.
+        # The requests that failed before did not have the bytes that this suspend frees.
         self._gain()
 
     # ------------------------------------------------------------------ 3. the queue
@@ -449,7 +449,7 @@ class _Pass:
                 self._reserve(s, found)
 
     def _kept(self, s: Session, found: Asking) -> bool:
-        """Serve ``s``, which has a promise, or let it wait; return False if the promise is void.
+        """Serve ``s``, a session with a promise, or let it wait; False if the promise is void.
 
         Bytes that are promised to sessions behind ``s`` count as free for ``s``.
         """
@@ -462,8 +462,8 @@ class _Pass:
         draft.unpromise(s)
         if draft.lacking(owner, charge) is None:
             if self._free_for(s, takes):
-                # Now that the promise is gone, the pass may be able to backfill more on the devices
-                # that the head reserves.
+                # Without this promise, the pass may be able to backfill more sessions on the
+                # devices that the head reserves.
                 self._gain()
                 self._accept(s, Offer(takes, ready=True), charge)
                 return True
@@ -481,8 +481,8 @@ class _Pass:
         return True
 
     def _free_for(self, s: Session, takes: Iterable[Slice]) -> bool:
-        """Return whether ``takes`` are free now, if bytes promised to sessions behind ``s`` count
-        as free.
+        """Return whether ``takes`` are free now. Bytes that are promised to sessions behind ``s``
+        count as free.
         """
         draft, rooms = self.draft, self.draft.rooms
         late = dict.fromkeys(_on(takes), 0)
@@ -515,9 +515,9 @@ class _Pass:
     ) -> Offer | Reason:
         """Let ``s`` use bytes that are promised to sessions behind it.
 
-        The last session gives up its promise first. A session loses a promise only if this helps
-        ``s``. When the pass later comes to this session, it makes a new promise to it if suspends
-        under way free enough bytes.
+        The last session in the order gives up its promise first, and only if this helps ``s``. When
+        the pass later comes to a session that lost its promise, the session gets a new promise if
+        suspends under way free enough bytes.
         """
         draft, sessions = self.draft, self.facts.sessions
         taken: dict[str, Promise] = {}
@@ -534,12 +534,12 @@ class _Pass:
     def _newer(self, s: Session) -> list[str]:
         """Return the sessions behind ``s`` whose promises it may take over, the last first.
 
-        These are the promises that were made before ``s`` began to wait. When a later promise was
-        made, ``s`` already waited and could not use the bytes, so ``s`` must leave them to the
-        other session. Otherwise the suspends for that session would be wasted.
+        These are the promises from before the wait of ``s`` began. A later promise was made while
+        ``s`` waited and could not use the bytes. ``s`` must leave these bytes to the session with
+        the promise: otherwise the suspends for this session would be wasted.
         """
-        # A preempted session keeps its age, so it may wait ahead of the session for which it was
-        # preempted. It must not take back the bytes that it gave up for this session.
+        # A preempted session keeps its age, so it may be ahead of the session for which the pool
+        # preempted it. It must not take back the bytes that it gave up for this session.
         if not self.draft.promises or s.wait.number <= self.oldest or s.preempted:
             return []
         return self._behind(s, s.wait.number)
@@ -555,9 +555,9 @@ class _Pass:
         """4. Reserve devices for ``s``, the first session that is blocked for lack of memory.
 
         After ``ageing`` seconds as the head, ``s`` also *accumulates* memory: the pass preempts
-        idle leases on the reserved devices even if these leases alone are not enough. (Otherwise
-        ``s`` could wait without end if two other sessions were idle at different times.) The pass
-        preempts a lease in this way only if its session would then wait behind ``s``: see
+        idle leases on the reserved devices even if the bytes of these leases are not enough for
+        ``s``. (Otherwise, two sessions that are idle at different times could block ``s`` without
+        end.) The pass preempts such a lease only if its session would then wait behind ``s``: see
         :meth:`~.draft.Draft.stays_out`.
         """
         draft, before = self.draft, self.before.reservation

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A check of the accounts: it computes them again from the sessions, and reports the
+"""A check of the pool's accounts: it computes all accounts again from the sessions, and reports the
 differences.
 """
 
@@ -15,7 +15,7 @@ from .ledgers import GroupUsage, OwnerUsage
 def problems(facts: Facts) -> list[str]:
     """Return the errors in the accounts, as sentences with the last steps of the sessions.
 
-    Counts all sessions again (a millisecond or two) and compares every account.
+    The check counts all sessions again and compares every account. It takes a millisecond or two.
     """
     again = Facts(facts.settings)
     again.devices = {

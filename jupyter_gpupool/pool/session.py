@@ -23,9 +23,9 @@ from .residence import Gap, Habits, Stay
 #: How many past transitions of a session are remembered for error messages and ``story``.
 STORY_LENGTH = 32
 
-#: For this many seconds after a restart, the pool preempts no recovered lease, so that agents with
-#: a running cell can connect first. The time is short. If it were long, a broker that is killed
-#: often would never serve waiting sessions.
+#: For this many seconds after a restart of the broker, the pool preempts no recovered lease, so
+#: that agents with a running cell can connect first. The time must be short: with a long time, a
+#: broker that is killed often would never serve waiting sessions.
 GRACE = 1.0
 
 #: Weight of the newest observation in a mean.
@@ -53,29 +53,29 @@ class Lease:
     footprints: dict[str, int] = field(default_factory=dict)
     footprint: int = 0
     sampled_at: float = NEVER
-    #: By device: the last time at which the pool measured the use while the slice had more bytes
-    #: than are guaranteed.
+    #: For each device: when the pool last measured the use of a slice that had more bytes than are
+    #: guaranteed.
     measured_at: dict[str, float] = field(default_factory=dict)
     #: When the lease last grew beyond its guarantee, and when its measured use last rose.
     grown_at: float = NEVER
     rose_at: float = NEVER
-    #: How the session has used the lease since the resume, in the terms of :mod:`.residence`.
+    #: How the session has used the lease since the resume; :mod:`.residence` explains the terms.
     stay: Stay = field(default_factory=Stay)
     #: Whether the pool has informed the session that another session waits for its slice.
     told_wanted: bool = False
-    #: The seconds that one suspend and one resume of the session take together, as the pool knew
-    #: them when the lease began. As long as the pool has measured no move, they are a guess from
-    #: the bytes in use. See :mod:`.running`.
+    #: How many seconds a suspend and a resume of the session take together, as the pool knew this
+    #: when the lease began. Until the pool has measured a move, the value is a guess from the bytes
+    #: in use. See :func:`.running.cost`.
     cost: float = 0.0
     #: The number of the class in which the session got the lease: its own class, or a higher class
     #: to which its age raised it.
     level: int = -(1 << 62)
-    #: Since when other sessions wait for this slice although the session cannot be suspended; and
-    #: how many warnings its user got.
+    #: If the session cannot be suspended: since when other sessions wait for its slice, and how
+    #: many warnings its user has got.
     stuck_since: float | None = None
     warned: int = 0
-    #: If the pool is preempting this lease while it is in use: the tier of the preemption; else 0
-    #: (see :mod:`.running`).
+    #: The tier by which the pool is preempting this lease while it is in use (see :mod:`.running`);
+    #: 0 if the pool is not doing this.
     preempted: int = 0
 
 
@@ -91,8 +91,8 @@ class Wait:
     head_since: float | None = None
     #: Why the last attach failed; the pool does not try again before ``retry_at``.
     failed: str = ""
-    #: The figures from which the pool estimated this wait, the latest last. Each figure says
-    #: whether suspends under way made room for the session at its time.
+    #: The figures from which the pool has estimated this wait, the latest last. A figure also says
+    #: whether suspends under way made room for the session when the pool made the figure.
     figures: list[Figure] = field(default_factory=list)
     #: When the wait will probably end; None without evidence.
     expected: Expected | None = None
@@ -112,8 +112,8 @@ class Measured:
     #: Seconds of one period of work: from its first hold until its last hold is dropped.
     busy: float | None = None
     busy_since: float = 0.0
-    #: The present gap without work (None if the session works or waits to work), and figures on
-    #: earlier gaps.
+    #: ``gap`` is the present time without work (see :class:`~.residence.Gap`); None if the session
+    #: works or waits to work. ``habits`` has figures on earlier gaps.
     gap: Gap | None = None
     habits: Habits = field(default_factory=Habits)
 
@@ -159,28 +159,28 @@ class Session:
     lease: Lease = field(default_factory=Lease)
     wait: Wait = field(default_factory=Wait)
     measured: Measured = field(default_factory=Measured)
-    #: Whether the driver has refused to move its state to another device. The journal does not
-    #: record this, because a restarted broker asks the driver again and gets the same answer.
+    #: Whether the driver has refused to move the session's state to another device. The journal
+    #: does not record this: a restarted broker asks the driver again and gets the same answer.
     immovable: bool = False
-    #: After a failed attempt, the pool does not suspend the session (if it is idle) or attach it
-    #: (if it is queued) before this time.
+    #: After a failed suspend or attach, the pool makes no new attempt before this time.
     retry_at: float = 0.0
     failures: int = 0
-    #: Why its last suspend failed although host memory had room; the pool tries again.
+    #: Why the session's last suspend failed although host memory had room; the pool tries again.
     refused: str = ""
-    #: Whether its state is larger than the host memory that its processes may use (by a control
-    #: group, for example). The pool can suspend it only after the state shrinks or the limit rises.
+    #: Whether the session's state is larger than the host memory that its processes may use; a
+    #: control group may limit this memory, for example. The pool can suspend the session only after
+    #: the state shrinks or the limit rises.
     confined: bool = False
-    #: Why the pool preempted the session while it was in use; "" if it did not. The next lease sets
-    #: this to "" again.
+    #: Why the pool preempted the session while it was in use; "" if the pool did not preempt it, or
+    #: if the session has had a new lease since.
     preempted: str = ""
     #: Why its last suspend was refused for lack of host memory.
     roomless: str = ""
     #: Whether the machine, or the control group of the session, is short of host memory. If so, the
     #: pool must not suspend the session.
     pressed: bool = False
-    #: The :attr:`Facts.version` at which the pool found that the session's request can be met; -1
-    #: if it has not found this.
+    #: The :attr:`Facts.version` at which the pool last found that the devices and rules can meet
+    #: the session's request; -1 if the pool has not checked the present request.
     possible: int = -1
     #: Cached results of :func:`~.placement.asking` and :func:`~.preemption.times`, each with its
     #: :attr:`Facts.version`. :meth:`Facts.change` drops both. The pool also drops ``times`` at
@@ -188,7 +188,7 @@ class Session:
     #: session begins or stops waiting for its slice.
     asking: Any = None
     times: Any = None
-    #: The cached result of :func:`~.running.terms`, which is dropped together with ``times``.
+    #: The cached result of :func:`~.running.terms`. The pool drops it together with ``times``.
     using: Any = None
     story: deque[tuple[float, State, State, str, int]] = field(
         default_factory=lambda: deque(maxlen=STORY_LENGTH)
@@ -214,16 +214,16 @@ class Session:
     def state_bound(self) -> int:
         """The most host bytes that its state will take if the pool suspends it now.
 
-        If the session is idle, and all of its slices have been measured since it became idle, these
-        are the measured bytes. Otherwise they are the granted bytes or the last measurement,
-        whichever is more.
+        For an idle session, the answer is the measured bytes, if all of its slices have been
+        measured since it became idle. In any other case, the answer is the granted bytes or the
+        last measured bytes, whichever is more.
         """
         if self.state == "active":
             return max(self.lease.granted, self.lease.footprint)
         return self.lease.footprint if self.known else max(self.lease.granted, self.lease.footprint)
 
     def recalled(self, now: float) -> str:
-        """Return why an admin takes its slice back at ``now``; "" if no admin does."""
+        """Return why an admin has recalled the slice; "" if no recall is due at ``now``."""
         return self.recall_reason if self.recall_at and self.recall_at <= now else ""
 
     def story_lines(self) -> list[str]:
@@ -241,12 +241,12 @@ def weighted(mean: float | None, seconds: float) -> float:
 
 _OWN = {f.name for f in fields(Session)}
 _LEASE = {f.name for f in fields(Lease)} - _OWN
-#: Recorded fields in the order of the record, and the place of each field in the session.
-#: :func:`record` gets the other fields separately.
+#: The names of the fields that :func:`record` copies, in the order of the record, and a function
+#: that gets their values from a session. :func:`record` computes the other fields.
 _PLAIN = [f.name for f in fields(SessionRecord) if f.name not in ("holds", "wait_reason")]
 _VALUES = attrgetter(*(f"lease.{name}" if name in _LEASE else name for name in _PLAIN))
-#: Fields that a recovered session keeps unchanged. Its other fields depend on the state in which
-#: the driver has its processes.
+#: The fields that a recovered session copies from its record. The other fields depend on the state
+#: in which the broker found its processes after the restart.
 _KEPT = [
     f.name
     for f in fields(SessionRecord)
@@ -255,7 +255,7 @@ _KEPT = [
 
 
 def record(s: Session, wait_reason: str) -> SessionRecord:
-    """Return the session as a frozen value; ``wait_reason`` says in words why it waits."""
+    """Return the record of ``s``, a frozen value; ``wait_reason`` says in words why ``s`` waits."""
     return SessionRecord(
         **dict(zip(_PLAIN, _VALUES(s), strict=True)),
         holds=tuple(s.holds.values()),
@@ -264,7 +264,7 @@ def record(s: Session, wait_reason: str) -> SessionRecord:
 
 
 def restored(r: SessionRecord, now: float) -> Session:
-    """Return the session of a record. The broker has already checked the record with the driver."""
+    """Return a session with the data of ``r``. The broker has checked ``r`` with the driver."""
     s = Session(**{name: getattr(r, name) for name in _KEPT}, state_since=now, idle_since=now)
     if r.state in ATTACHED and r.slices:
         s.holds = {h.id: h for h in r.holds}
@@ -272,13 +272,14 @@ def restored(r: SessionRecord, now: float) -> Session:
         s.lease.slices = r.slices
         s.lease.attached_at = now
         if not s.holds and r.idle_since:
-            # Count the idle time from the recorded time. If it began again at each restart, a
-            # broker that is killed often would never give idle slices to waiting sessions.
+            # Count the idle time from the recorded time. If the idle time began again at each
+            # restart, a broker that is killed often would never give idle slices to waiting
+            # sessions.
             s.idle_since = min(now, r.idle_since)
     else:
         s.suspended = r.suspended
         s.recall_at, s.recall_reason = 0.0, ""  # The recall ended with the lease.
-        # A session that waited keeps its place if it asks again soon.
+        # A session that waited before the restart keeps its place if it asks again soon.
         s.queued_at = r.queued_at
     s.measured.busy_since = now
     s.retry_at = now + GRACE

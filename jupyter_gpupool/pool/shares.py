@@ -1,6 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The order of service: guarantees, classes, fair shares, age. And which daily budgets are used up.
+"""The order of service by guarantees, budgets, classes, fair shares and age, and the used-up
+budgets.
 
 The order
 ---------
@@ -15,10 +16,10 @@ because they have different units:
 4. *Fair share*: at each level of the tree of groups, from the pool down to the owner, the child
    that has used the least for its weight goes first (Slurm's Fair Tree: R. Cox and L. Morrison,
    "Fair Tree: Fairshare Algorithm for Slurm", 2014; siblings are compared only with siblings). The
-   usage of a child is its dominant decayed usage (:mod:`.metering`), plus ``HORIZON`` seconds of
-   the devices that it uses now, plus ``HORIZON`` seconds of the devices that its earlier requests
-   in the queue ask for. Without the last part, all of 50 requests of one owner could go before the
-   first request of another owner who has used a little more.
+   usage of a child is the sum of three parts: its dominant decayed usage (:mod:`.metering`), the
+   devices that it uses now x ``HORIZON`` seconds, and the devices that its earlier requests in the
+   queue ask for x ``HORIZON`` seconds. Without the third part, all of 50 requests of one owner
+   could go before the first request of another owner who has used a little more.
 5. *Age*: the session that has waited for longer goes first.
 
 Age raises a session by a *class*: after ``ageing`` x (difference of the class numbers) seconds it
@@ -34,36 +35,37 @@ first of its owner in the queue, it starts within max(C, S) + L seconds:
 
 * C = ``ageing`` x (number of the highest class - number of its own);
 * S = ``half_life`` x log2(1 + U / B). Here U is the usage of its owner when the session begins to
-  wait. B is the usage that the owner's weight would give it in the long run, compared with what the
-  others use: (weight of the owner / weights of the others) x (devices that the others use) x
+  wait. B is the usage that the owner would have in the long run if it used devices in proportion to
+  its weight: (weight of the owner / weights of the others) x (devices that the others use) x
   half_life / ln 2. U is largest if the owner has used the same number of devices for a very long
   time. Then U / B is (weights of the others / weight of the owner), and S depends on the weights
   alone;
-* L = ``ageing`` + the time until each lease on the devices that it reserves has ended, or has been
-  preempted and suspended. The size of the request matters only here.
+* L = ``ageing`` + the time until each lease on the devices that the session reserves has ended, or
+  has been preempted and suspended. The size of the request matters only for L.
 
 *Proof.* (1) The owner of the session gets nothing, so after t seconds U has become U x 2^(-t /
 half_life). If the others use R devices, they have used R x half_life / ln 2 x (1 - 2^(-t /
-half_life)) since then. Within a class the owner with the least usage for its weight goes first. So
-each of the other owners that has enough work gets a part of this usage in proportion to its weight;
-the difference is at most one cell. As soon as U is no more than such a part, the owner has the
-least usage for its weight: U x 2^(-t / half_life) <= B x (1 - 2^(-t / half_life)) holds after S
-seconds. (The present leases of the others also count against them.) (2) From then on this remains
-true: all usage decays by the same factor, and only the other owners add to their usage. The owner
-is then not above its fair share, so age raises the session: C seconds after it began to wait it
-competes in the highest class. C and S run at the same time. (3) Now the session is the first in the
-queue and reserves devices (:mod:`.schedule`). Sessions behind it may use memory only if this does
-not delay the session. After ``ageing`` seconds the pool suspends the idle leases there for it, even
-if one of them alone is not enough. The time that remains is L. With groups, the same is true for
-the siblings at each level.
+half_life)) since then. Within a class, the owner with the least usage for its weight goes first. So
+each of the other owners that has enough work gets a part of this usage in proportion to its weight,
+with a difference of at most one cell. As soon as the decayed U, divided by the owner's weight, is
+no more than such a part, divided by its weight, the owner has the least usage for its weight. This
+condition, U x 2^(-t / half_life) <= B x (1 - 2^(-t / half_life)), is true after S seconds. (The
+present leases of the others also count against them.) (2) The condition then stays true: all usage
+decays by the same factor, and only the other owners add to their usage. While it is true, the owner
+is not above its fair share, so age raises the session: C seconds after the session began to wait,
+it competes in the highest class. C and S run at the same time. (3) Now the session is the first in
+the queue and reserves devices (:mod:`.schedule`). Sessions behind it may use memory only if this
+does not delay the session. After ``ageing`` seconds, the pool suspends idle leases on the reserved
+devices for the session, even if one such lease alone is not enough. The time that remains is L.
+With groups, the same is true for the siblings at each level.
 
 *What the claim leaves out.* Sessions within a guarantee go before the session, but only until their
-groups use their whole guarantees, which together are less than the machine. An owner that has never
-used a GPU goes before the session once. A lease in use that no rule may preempt lasts as long as
-its cell (:mod:`.unsuspendable`). For each ``ageing`` seconds of its wait, the head of the queue
-reserves one more device. With ``half_life`` 0, S is 0: class and age alone decide.
+groups use their whole guarantees; all guarantees together are less than the machine. An owner that
+has never used a GPU goes before the session once. A lease in use that no rule may preempt lasts as
+long as its cell (:mod:`.unsuspendable`). For each ``ageing`` seconds of its wait, the head of the
+queue reserves one more device. If ``half_life`` is 0, S is 0: class and age alone decide.
 
-Without groups, budgets and past usage, this is the order of class and age.
+Without groups, budgets and past usage, the order is the order of class and age.
 """
 
 from __future__ import annotations
@@ -80,24 +82,24 @@ from .model import Owner
 from .placement import Age, asking
 from .session import Session
 
-#: In the order, the leases and earlier requests of an owner count as if it had already used them
-#: for this many seconds. This is the length of a long cell. If the value were smaller, an owner
-#: with a little less usage than the others would get all devices that become free at the same time.
-#: If it were larger, present leases would count more than the past usage.
+#: For the order, the leases and earlier requests of an owner count as if the owner had already used
+#: their devices for this many seconds, which is the length of a long cell. With a smaller value, an
+#: owner with a little less usage than the others would get all devices that become free at the same
+#: time. With a larger value, present leases would count more than past usage.
 HORIZON = 60.0
 #: The pool computes the order again after this many seconds while sessions of several owners wait.
 RECHECK = 10.0
-#: An owner is above its fair share only if its usage is more than this factor times the share, so
-#: that a rounding error puts none of several equal users above its share.
+#: An owner is above its fair share only if its usage is more than the share times this factor.
+#: Without the factor, a rounding error could put one of several equal users above its share.
 ABOVE = 1.02
 
-#: The sort key for the order of classes: whether the budget is used up, then the class (the higher
-#: class first), then the age. The session is not a key, because no two ages are equal: the age
-#: contains the number of the wait.
+#: A session with its sort key for the order of classes: whether the budget is used up, the negative
+#: class, and the age. The session itself never decides the order, because no two ages are equal: an
+#: age contains the number of the wait.
 Aged = tuple[bool, int, Age, Session]
-#: The sort key for the order of shares: whether the budget is used up, the class, the score, and
-#: the place in the order of age. The size of the request and the session are not keys, because no
-#: two sessions have the same place.
+#: A session with its sort key for the order of shares: whether the budget is used up, the negative
+#: class, the score, and the place in the order of age. The last two fields, the size of the request
+#: and the session, never decide the order, because no two sessions have the same place.
 QueueEntry = tuple[bool, int, float, int, float, Session]
 #: (account, weight, name) of a group or an owner.
 TreeStep = tuple[Meter | None, float, str]
@@ -105,15 +107,15 @@ TreeStep = tuple[Meter | None, float, str]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two accounts in a comparison. Each usage here is already divided by the weight."""
+    """One of two accounts that are compared. Each usage in it is already divided by the weight."""
 
     name: str
     weight: float
     used: float
     #: The usage ``RECHECK`` seconds later, if the rates stay as they are now.
     then: float
-    #: Whether the larger of the two usages (memory or compute) is not the same now and ``RECHECK``
-    #: seconds later.
+    #: Whether the usage by memory is the larger one now, and the usage by compute is the larger one
+    #: ``RECHECK`` seconds later, or the reverse.
     bends: bool
 
 
@@ -153,7 +155,7 @@ class Shares:
         if len(found) > 1:
             aged = self._by_age(found)
             found = self._by_share(aged) if self.fair else [item[-1] for item in aged]
-            if facts.short:  # then a waiting session can be idle: it waits for growth
+            if facts.short:  # an idle session that waits for growth comes last
                 found.sort(key=_idle)
         if self.tree.guarantees and found:
             self.entitled = entitled(facts, found, self.spent)
@@ -162,11 +164,10 @@ class Shares:
         return found
 
     def _by_age(self, waiting: Iterable[Session]) -> list[Aged]:
-        """Return sessions by class, and within a class by age: one point for each ``ageing``
-        seconds.
+        """Return the sessions in the order of budgets, classes and age.
 
-        The method also notes the :meth:`level` of each session. Most sessions are too young to be
-        raised, so their level needs no call.
+        The method also notes the :meth:`level` of each session. Most sessions have waited too
+        briefly to be raised; their level is their own class and needs no call.
         """
         facts, now, levels = self.facts, self.facts.now, self.levels
         version, ageing = facts.version, facts.settings.ageing
@@ -200,8 +201,8 @@ class Shares:
     def _level(self, s: Session) -> int:
         settings = self.facts.settings
         own = settings.priority_classes.get(s.request.priority, 0)
-        # climbs_at() may have rounded its result down, so ``now`` may be slightly before the time
-        # at which the session has waited for long enough.
+        # climbs_at() may have rounded its result down. ``now`` is then slightly before the time at
+        # which the session has waited for long enough, and must count as this time.
         waited = self.facts.now - s.wait.since + EXACT
         if settings.ageing <= 0 or waited < settings.ageing:
             return own
@@ -215,10 +216,10 @@ class Shares:
         """Return the sessions of ``aged`` in the order of classes, and within a class of shares."""
         users, mean = self.facts.meters.users, self._mean
         tree, groups = self.tree, self.facts.meters.groups
-        #: By group: the sessions of its members. Sessions without a group are at the top.
+        #: For each group: the sessions of its members. ``top`` has the sessions without a group.
         top: list[QueueEntry] = []
         lists: dict[str, list[QueueEntry]] = {"": top}
-        #: By owner: what it has used, what it has now, and the size of its requests so far.
+        #: For each owner: its usage, its present rate, and the size of its requests so far.
         owners: dict[str, list[float]] = {}
         for place, (spent, lower, _, s) in enumerate(aged):
             asked, owner = s.request, s.owner
@@ -281,9 +282,9 @@ class Shares:
     def parts(self, owner: Owner) -> list[tuple[str, float, float]]:
         """Return (name, part used, part due) of an owner at each level of the tree.
 
-        The part used is the owner's (or group's) part of the usage of all siblings that use a GPU
-        or wait. The part due is its part of the weights of these siblings. The list is empty if
-        past usage does not count.
+        At each level, the owner or its group is compared with those siblings that use a GPU or
+        wait. The part used is its part of the sum of all their usage, the part due is its part of
+        the sum of all their weights. The list is empty if past usage does not count.
         """
         if not self.fair:
             return []
@@ -309,8 +310,8 @@ class Shares:
         return found
 
     def _siblings(self) -> Mapping[str, list[tuple[str, float, float]]]:
-        """Return (name, usage, weight) of owners and groups that use a GPU or wait, by parent's
-        name.
+        """Return, by the name of the parent, (name, usage, weight) of each child that uses a GPU or
+        waits. The children are owners and groups.
         """
         facts, tree = self.facts, self.tree
         found: dict[str, dict[str, tuple[float, float]]] = {}
@@ -339,10 +340,10 @@ class Shares:
         return found
 
     def behind(self, asker: Owner, holder: Owner, gain: float) -> bool:
-        """Return whether ``asker``, with ``gain`` more, would still have used less than ``holder``.
+        """Return whether ``asker`` would have used less than ``holder`` even with ``gain`` added.
 
-        Usage is divided by weight, and compared at the level where the paths of the two owners
-        separate.
+        The method compares usage divided by weight. If the two owners are in different groups, it
+        compares the usage of these groups: the highest groups in which the two paths differ.
         """
         parted = self._parted(asker, holder)
         if parted is None:
@@ -362,10 +363,10 @@ class Shares:
             return math.inf
         (mine, light, _), (its, heavy, _) = parted
         latest = _part_left(since - self.facts.now, half_life)
-        # Let d be the part of the present usage that is left at a later time. As functions of d,
-        # the usage by memory and the usage by compute are then straight lines. The asker is behind
-        # where one line of the holder is above both lines of the asker. The largest such d is the
-        # earliest such time.
+        # Let d be the part of the present usage that is left at a later time: a smaller d stands
+        # for a later time. As functions of d, the usage by memory and the usage by compute are
+        # straight lines. The asker is behind at each d where one line of the holder is above both
+        # lines of the asker. The largest of these d gives the first time.
         best = 0.0
         for end, slope in self._lines(its):
             low, high = 0.0, latest
@@ -386,7 +387,7 @@ class Shares:
         return max(since, at + EXACT) if best < latest else since
 
     def sides(self, owner: Owner) -> list[Side]:
-        """Return what :meth:`behind` compares of an owner, for each of its :meth:`steps`."""
+        """Return the figures that :meth:`behind` compares at each of the owner's :meth:`steps`."""
         found = self._sides.get(owner)
         if found is None:
             found = self._sides[owner] = []
@@ -429,7 +430,7 @@ class Shares:
     def spent(self, owner: Owner) -> Budget | None:
         """Return a used-up daily budget of an owner or of one of its groups, or None.
 
-        If several budgets are used up, return the strictest.
+        If several budgets are used up, return the budget with the strictest rule.
         """
         if not self.budgeted:
             return None
@@ -474,7 +475,7 @@ def climbs_at(queue: Iterable[Session], facts: Facts) -> float:
 
 
 def _part_left(seconds: float, half_life: float) -> float:
-    """Return which part of a usage is left after ``seconds``."""
+    """Return the part of a usage that the decay leaves after ``seconds``."""
     return 2.0 ** (-max(0.0, seconds) / half_life) if half_life > 0 else 0.0
 
 
@@ -496,8 +497,8 @@ class Budget:
     #: GPU-seconds that count against it.
     used: float
     spent: bool
-    #: When the budget will be used up, or if it is ``spent``, when it will be available again. This
-    #: assumes that the rates stay as they are now; infinity if never.
+    #: When the budget will be used up. If it is ``spent`` already: when it will be available again.
+    #: Both times assume that the rates stay as they are now; infinity stands for never.
     until: float
 
     @property

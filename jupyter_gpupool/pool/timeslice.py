@@ -2,23 +2,23 @@
 # Distributed under the terms of the Modified BSD License.
 """Time slices: which session computes next if several sessions contend for a device.
 
-A pure planner beside the pool: at the end of every turn it gets the observations of the sessions on
-the devices, and returns the sessions that may run in the next turn. If fewer than two sessions are
-busy on a device, all sessions there may run. If two or more are busy, one of them at a time has the
-turn. Over time, the busy seconds of each session are then in proportion to its share (start-time
-fair queueing):
+The module is a pure planner that works beside the pool. At the end of every turn, the planner gets
+an observation of each session, and returns the sessions that may run in the next turn. If fewer
+than two sessions are busy on a device, all sessions on the device may run. If two or more are busy,
+only one of the busy sessions at a time has the turn. Over time, the busy seconds of each session
+are then in proportion to its share (start-time fair queueing):
 
 * Each session has a *virtual time* on each of its devices: busy seconds / share. The session with
   the smallest virtual time has the next turn. So a session whose long kernel ran beyond the end of
   its turn waits longer for its next turn.
-* A session that becomes busy (because it is new, or after a pause) starts at the smallest virtual
-  time of the sessions that were busy there. So it gets no credit for its pause, and does not keep
-  the others waiting. It also need not wait until the others have caught up with it.
+* A session that becomes busy (a new session, or a session after a pause) starts at the smallest
+  virtual time of the sessions that are busy on the device. So it gets no credit for its pause, and
+  does not get all the next turns. It also need not wait until the others have caught up with it.
 * A session on several devices runs only when it has the turn on all of them at once. While it waits
   for one device, other sessions run on its other devices. It gets no credit for the turns that it
   could not use.
-* A session that is not busy loses nothing: its turn goes to other sessions. The planner does not
-  pause it either, because it must see the next call of this session, which starts its busy time.
+* A session that is not busy takes no turns, and is not paused. If it were paused, the planner would
+  not see its next call, and so would not see that the session becomes busy.
 
 Shares are proportions among the sessions that contend, not a cap: a session that is alone gets all
 the time. If all contenders have asked for ``FULL``, the planner pauses none of them: the driver's
@@ -39,13 +39,13 @@ class Contender:
     """The observations of one attached session in the last turn."""
 
     session: str
-    #: The ``compute`` of its request: its share in proportion to the shares of the others, above 0.
+    #: The ``compute`` of its request, above 0. Its busy time is in proportion to this share.
     share: int
     #: The devices of its lease.
     devices: tuple[str, ...]
     #: Whether it called CUDA, had work in flight, or waited for its turn.
     busy: bool
-    #: All busy seconds so far. They count in full on each of the session's devices.
+    #: The session's busy seconds so far. Each second counts in full on each of its devices.
     used: float
 
 
@@ -57,7 +57,7 @@ class Tally:
     busy: bool
     #: Virtual time by device.
     virtual: Mapping[str, float]
-    #: When its wait for a turn began. If it does not wait: when it last had a turn.
+    #: When the session began to wait for a turn; if it does not wait, the time of the last plan.
     since: float
 
 
@@ -66,7 +66,8 @@ class Tallies:
     """What the planner remembers from one turn to the next; at the start it is ``Tallies()``."""
 
     accounts: Mapping[str, Tally] = field(default_factory=dict)
-    #: By device: the smallest virtual time of the sessions that were busy there in the last turn.
+    #: For each device: the smallest virtual time of the sessions that were last busy on it. This
+    #: time never falls.
     clocks: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -96,8 +97,8 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
         clocks[uuid] = max(least, clocks.get(uuid, least))
     contended = contended_devices(runners)
     contenders = [r for r in runners if r.busy and not contended.isdisjoint(r.devices)]
-    # A session must have the turn on all of its devices. So its rank follows from the device on
-    # which its virtual time is furthest ahead.
+    # A session must have the turn on all of its devices at once. So its rank depends on the device
+    # on which its virtual time is furthest ahead of the device's clock.
     ahead = {
         r.session: max(virtual[r.session][u] - clocks[u] for u in contended.intersection(r.devices))
         for r in contenders
@@ -139,9 +140,9 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
 def contended_devices(runners: Iterable[Contender]) -> frozenset[str]:
     """Return the devices whose sessions must take turns.
 
-    These are devices on which two or more sessions are busy, and not all of these sessions have
-    asked for the whole device. (If all have asked for it, the driver's own time slices, which are
-    equal, are enough.)
+    On each of these devices, two or more sessions are busy, and at least one of them has asked for
+    less than the whole device. (If all have asked for the whole device, the equal time slices of
+    the driver are enough.)
     """
     return frozenset(
         uuid
@@ -179,8 +180,10 @@ def _choose(
     ahead: Mapping[str, float],
     since: Mapping[str, float],
 ) -> list[Contender]:
-    """Return the sessions that have a turn: as many as possible, but at most one on each contended
-    device.
+    """Return the sessions that have a turn, at most one on each contended device.
+
+    The sessions choose in the order of their rank. A session gets a turn if no earlier session has
+    taken one of its contended devices.
     """
     chosen: list[Contender] = []
     taken: set[str] = set()

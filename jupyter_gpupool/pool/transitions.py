@@ -70,8 +70,8 @@ class Step(NamedTuple):
 
 def _join(facts: Facts, s: Session, since: float) -> Actions:
     """Begin to wait, with an age that counts from ``since``."""
-    # A preempted session has an age from before this wait, but its user sees a wait that begins
-    # now.
+    # The age of a preempted session may count from an earlier time. But its user must see a wait
+    # that begins now.
     s.queued_at = facts.now if s.preempted else since
     facts.begin_wait(s, since)
     return []
@@ -95,7 +95,7 @@ def _begin_attach(facts: Facts, s: Session, takes: tuple[Slice, ...]) -> Actions
 
 
 def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
-    """Note that the lease is in effect, and that suspended state is on its devices again."""
+    """Note that the lease is in effect, and that its devices have the suspended state again."""
     state, s.suspended = s.suspended, ()
     s.preempted = ""
     s.failures, s.refused, s.confined = 0, "", False
@@ -122,14 +122,14 @@ def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
 
 
 def _gap(facts: Facts, s: Session) -> None:
-    """Begin a gap without work, or continue the gap in which the pool tried a suspend."""
+    """Begin a gap without work. If the pool has tried a suspend in a gap, continue this gap."""
     s.idle_since = facts.now
     gap = s.measured.gap
     s.measured.gap = Gap(facts.now) if gap is None else replace(gap, taken=math.inf)
 
 
 def _not_attached(facts: Facts, s: Session) -> Actions:
-    """End a lease whose attach had no effect, so ``last_devices`` must not change."""
+    """End a lease whose attach had no effect; ``last_devices`` stays as it was before."""
     last = s.last_devices
     facts.end_lease(s)
     s.last_devices = last
@@ -233,11 +233,11 @@ def _suspended_and_done(
 def _stays(facts: Facts, s: Session) -> Actions:
     facts.host_takes(-s.lease.host_bound)
     s.lease.host_bound = 0
-    s.lease.told_wanted = False  # the agent has given the slice up and dropped the hold
+    s.lease.told_wanted = False  # the agent had given the slice up: inform it again if necessary
     s.lease.preempted, s.preempted = 0, ""
     if s.holds:
         return _work(facts, s)
-    since = s.idle_since  # idle since before the suspend, or since a hold was dropped during it
+    since = s.idle_since  # before the suspend, or when the last hold during it was dropped
     _gap(facts, s)
     s.idle_since = since
     return []
@@ -246,8 +246,8 @@ def _stays(facts: Facts, s: Session) -> Actions:
 def _end(facts: Facts, s: Session, *, lost: bool) -> Actions:
     """End a session: its process has ended, or the driver has ``lost`` the process.
 
-    Until a lost process has ended, it may still use its whole lease and its host bytes. So these
-    still count.
+    The lease and the host bytes of a lost process still count, because the process may use them
+    until it ends.
     """
     if lost:
         return []
@@ -262,9 +262,9 @@ def _end(facts: Facts, s: Session, *, lost: bool) -> Actions:
 def _in_order(state: Sequence[Slice], devices: Sequence[str]) -> tuple[Slice, ...]:
     """Return the suspended state in the order in which the process sees its devices.
 
-    A device of the lease that has no state is in the result with 0 bytes: the process is also bound
-    to this device, so the resume must map it to a device. The result is () if no device has
-    state.
+    The process is bound to all devices of the lease, so the resume must map each of them to a
+    device. So the result also has the devices without state, with 0 bytes. The result is () if no
+    device has state.
     """
     if not state:
         return ()
@@ -360,8 +360,8 @@ def resize(facts: Facts, s: Session, slices: tuple[Slice, ...]) -> Actions:
         return []
     grows = any(x.bytes > old.bytes for x, old in zip(slices, s.lease.slices, strict=True))
     with facts.change(s):
-        # If a lease shrinks, its charge must not rise, even if the limit of the request is higher
-        # now.
+        # The charge of a lease that shrinks must not rise, even if the request now has a higher
+        # limit.
         facts.set_slices(s, slices, math.inf if grows else s.lease.charge)
     return [Resize(session=s.id, epoch=s.epoch, slices=slices)]
 

@@ -2,12 +2,13 @@
 # Distributed under the terms of the Modified BSD License.
 """Sessions that cannot be suspended while others wait: the pool warns, asks, and may end them.
 
-The pool never preempts such a session, or each suspend fails (because the process is stopped, or
-because its work on the GPU does not end). Without this module, a session that may take its slice by
-some rule (:mod:`.running`) could wait for the slice without end. The pool first warns the user of
-the holder, later asks the user to free the slice, and at last ends the holder. It does so only as
-far as ``PoolSettings.unsuspendable`` allows, and after the times of ``unsuspendable_after``. When
-no session waits for the slice any more, the stages begin again.
+The pool either never tries to suspend such a session, or each suspend fails (because the process is
+stopped, or because its work on the GPU does not end). Without this module, other sessions could
+wait for its slice without end, although a rule (:mod:`.running`) allows them to take it. There are
+three stages: the pool first warns the user of the holder, later asks the user to free the slice,
+and at last ends the holder. ``PoolSettings.unsuspendable`` says which stages are allowed, and
+``unsuspendable_after`` when they begin. When no session waits for the slice any more, the pool goes
+back to the first stage.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STAGES = {"warn": 1, "ask": 2, "end": 3}
 
 
 def note(facts: Facts, plan: Plan) -> None:
-    """Note which sessions cannot be suspended while, in the plan, others wait for their slices."""
+    """Note which sessions cannot be suspended although others wait for their slices in ``plan``."""
     ledgers, least = facts.devices.values(), facts.settings.host_least()
     fixed = any(not ledger.device.can_suspend for ledger in ledgers)
     large = least < sum([ledger.granted for ledger in ledgers])

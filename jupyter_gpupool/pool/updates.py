@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """What each event changes in the facts, before the pass plans again.
 
-Each function returns the actions that follow from the event itself. It serves no other session, and
-need not say what has changed, because the pass looks at all sessions.
+Each function returns the actions that follow directly from its event. It serves no other session,
+and need not say which sessions the event may affect: the pass that follows looks at all sessions.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _log(session: str, level: str, code: Code, message: str) -> Actions:
 
 
 def _gone(name: str, s: Session | None, event: ev.Event) -> Actions:
-    """Answer an event about a session that the pool does not know, or that is lost."""
+    """Answer an event for a session that has ended or that the pool does not know."""
     refusal = Refusal(Code.UNKNOWN_SESSION, f"There is no session {name!r}.", "Restart the kernel.")
     if isinstance(event, ev.HoldTaken):
         if s is not None:
@@ -158,8 +158,8 @@ def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Act
     if held > s.request.memory:
         lease.measured_at[uuid] = facts.now
     if size > held:
-        # If the lease has grown before, the session probably began to use grown bytes just before
-        # the pool took these bytes back as unused. So grow the lease again.
+        # If the lease has grown before, the pool probably took grown bytes back as unused just
+        # after the session had begun to use them. So grow the lease again.
         if lease.grown_at > NEVER:
             actions = grow_by(facts, s, uuid, size - held, plan)
     elif held > s.request.memory:
@@ -301,9 +301,10 @@ def _settle(facts: Facts, s: Session, bound: tuple[str, ...]) -> Actions:
 def _refuse_if_hopeless(facts: Facts, s: Session, why: str) -> Actions:
     """Refuse the holds of a session without a lease if its request can never be met.
 
-    If the session has no suspended state and is bound to no device, the answer depends only on its
-    request, its owner, the rules and the devices. So the session caches the answer in ``possible``:
-    any change of these sets ``possible`` to -1 or raises the version.
+    A session with suspended state keeps its holds. For a session that is bound to no device, the
+    answer depends only on its request, its owner, the rules and the devices. So ``possible`` caches
+    the version at which its request could be met: each change of these four either sets
+    ``possible`` to -1 or raises the version.
     """
     if s.suspended or (s.possible == facts.version and not s.bound):
         return []
@@ -376,7 +377,7 @@ def _unheld(facts: Facts, s: Session) -> Actions:
     if s.state == "queued":
         return move(facts, s, "detached", "the wait was cancelled")
     if s.state == "detaching":
-        s.idle_since = facts.now  # if the suspend is refused, the idle time counts from now
+        s.idle_since = facts.now  # the start of the idle time if the suspend is refused
     return []
 
 
@@ -450,9 +451,9 @@ def _suspend_refused(facts: Facts, s: Session, event: ev.SuspendRefused) -> Acti
         s.pinned_reason = event.message or "the driver cannot suspend it"
         s.pinned_at = facts.now
     elif s.lease.preempted or not (event.kind == "busy" and s.holds):
-        # If the agent refused because of a hold, there is no back-off: the pool may suspend the
-        # session as soon as the session drops the hold. During a back-off, the next short cell
-        # could begin, and would prevent the suspend again.
+        # Only one case has no back-off: the agent refused because of a hold. The pool may then
+        # suspend the session as soon as the hold is dropped. With a back-off, the next short cell
+        # could begin before the next attempt, and prevent the suspend again.
         _back_off(facts, s, event.kind)
         s.refused = event.message if event.kind != "host" else ""
         s.confined = event.kind == "limit"
@@ -486,8 +487,8 @@ _SESSION: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.SetAside: _set_aside,
     ev.DevicesSettled: _devices_settled,
 }
-#: The functions for the requests of users and admins. The answer depends on the memory that the
-#: plan leaves.
+#: The functions for the requests of users and admins. They also get the plan, because an answer may
+#: depend on the memory that the plan leaves.
 _PEOPLE: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.RequestChanged: requests.changed,
     ev.GrowAsked: requests.grow,
@@ -496,9 +497,9 @@ _PEOPLE: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.RecallAsked: recall.recall,
     ev.EndAsked: recall.end,
 }
-#: The functions for events that complete an operation of the broker. Each operation belongs to one
-#: state and one epoch of the session. If the session has another state or epoch, the event is too
-#: late.
+#: The functions for events that complete an operation of the broker, each with the state in which a
+#: session waits for this event. If the session has another state, or a later epoch than the event,
+#: the event is too late.
 _EFFECTS: Mapping[type[ev.Event], tuple[State, Callable[..., Actions]]] = {
     ev.AttachDone: ("attaching", _attach_done),
     ev.AttachFailed: ("attaching", _attach_failed),

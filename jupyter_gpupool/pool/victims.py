@@ -3,10 +3,10 @@
 """Which victims make room for a session with the least disruption, and on which devices the session
 then runs.
 
-:mod:`.preemption` says which leases may be preempted. Of these leases, the pool preempts leases of
-a lower tier before leases of a higher tier. Within a tier, it first preempts the leases with the
-largest product of bytes and idle time. It preempts no more leases than needed, and only leases
-whose state fits in host memory and in the owners' quotas for suspended state.
+:mod:`.preemption` says which leases may be preempted. Of these leases, the pool first preempts the
+leases of the lowest tier. Within a tier, it first preempts the leases with the largest product of
+bytes and idle time. It preempts no more leases than needed, and only leases whose state fits in
+host memory and in the owners' quotas for suspended state.
 """
 
 from __future__ import annotations
@@ -32,20 +32,19 @@ from .preemption import asker_kind, candidate, score, unprotected, victim_tier
 from .running import Asker, covered, open_above, terms
 from .session import Session
 
-#: The usual choice of victims may fail because host memory is short, or because a guarantee
-#: protects a victim once the earlier victims are preempted. If at most this many leases may be
-#: preempted, the pool then tries every combination of them. If there are more, and host memory is
-#: short, it tries only one other choice: first the leases that free the most bytes for each host
-#: byte.
+#: The usual choice of victims may fail, because host memory is short, or because a guarantee
+#: protects a victim when the earlier victims are preempted. The pool then tries every combination
+#: of the leases that may be preempted, if these are at most this many. Before that, if host memory
+#: is short, the pool tries one other choice: it begins with the leases that free the most device
+#: memory for each byte of host memory.
 EXACT = 6
-#: The pool compares only this many devices: those that can give the most bytes. The best victim of
-#: all may be on a device with few other leases that can be preempted. If the pool always took this
-#: victim, the next session would find too little there, and the pool would preempt more leases in
-#: total.
+#: The pool compares only this many devices: those that can give the most bytes. The reason: the
+#: best victim of all may be on a device with few other leases that can be preempted. If the pool
+#: always took the best victim, the next session would find too few bytes on this device, and the
+#: pool would preempt more leases in total.
 WIDTH = 4
 
-#: The reasons for which host memory may be too small. The reason that probably ends first comes
-#: first.
+#: The reasons for which host memory may be too small, in the order in which they probably end.
 LACKS: tuple[HostLack, ...] = ("room", "quota", "size")
 
 WAITS = "another kernel waits for memory"
@@ -74,8 +73,8 @@ class Trial:
         #: The owner and the :func:`.preemption.asker_kind` of the asker; None until they are
         #: needed.
         self._kind: Any = None
-        #: Whether a choice failed because a guarantee protects a victim. A choice of other victims
-        #: may work.
+        #: Whether a choice failed because a guarantee protects one of its victims. Another choice
+        #: may still work.
         self.shielded = False
 
     def add(self, victims: Iterable[Session]) -> None:
@@ -110,7 +109,8 @@ class Trial:
     def _candidates(self, room: Room) -> tuple[list[Candidate], int]:
         """Return the candidates on a device, and their total bytes.
 
-        The list leaves out most leases that the asker may not preempt, but perhaps not all.
+        The list has every lease that the asker may preempt. It may also have a few leases that the
+        asker may not preempt; :meth:`tier` is None for these.
         """
         if self._opened is None:
             asker = self._rules()
@@ -118,9 +118,10 @@ class Trial:
         return self._opened[room.uuid]
 
     def _asker_of(self, v: Session) -> Any:
-        """Return what the tier of ``v`` depends on besides ``v``: the asker's owner and kind.
+        """Return a key for the asker: the tier of ``v`` is the same for all askers with this key.
 
-        If the asker has a lease, or if the time of its wait counts, return its id.
+        The key is the asker's owner and kind. If the asker has a lease, or if the time of its wait
+        counts, the key is the asker's id, because the tier is then valid for this asker alone.
         """
         shares, asker = self.draft.shares, self.asker
         if not shares.fair or asker.state != "queued" or v.owner == asker.owner:
@@ -138,7 +139,10 @@ class Trial:
         ]
 
     def reach(self, room: Room) -> int:
-        """Return how many bytes become free on a device if the pool preempts all its options."""
+        """Return how many bytes become free on a device if the pool preempts all its options.
+
+        An option is a lease that may still be preempted: see :meth:`options`.
+        """
         return self.expect(room) + sum(size for _, _, size in self.options(room))
 
     def most(self, where: Where) -> dict[str, int]:
@@ -181,7 +185,8 @@ class Trial:
         options.sort(key=lambda o: (o[0], score(o[1], now)))
         found = self._greedy(options, missing)
         if found is None and self._failed:
-            # Host memory is short: prefer the leases that free the most bytes for each host byte.
+            # Host memory is short: prefer the leases that free the most device memory for each byte
+            # of host memory that their state needs.
             self.host_lacks.add(self._failed)
             options.sort(key=lambda o: (o[0], o[1].state_bound / (o[2] or 1), o[1].id))
             found = self._greedy(options, missing)
@@ -233,12 +238,12 @@ class Trial:
         """Choose a device for every need, and set :attr:`takes`; return whether this works.
 
         If ``more`` is true, the method may add victims. It compares the ``WIDTH`` suitable devices
-        that can give the most bytes. A device without victims is better than a device with victims.
-        A device with victims of a lower tier is better than one with victims of a higher tier. If
-        two devices are equal in this, a device of the session's last lease is better. If they are
-        still equal, the device whose victim has the larger product of bytes and idle time is
-        better. On a device that the head of the queue has reserved, the method preempts no lease:
-        the session gets only the bytes that the head can spare.
+        that can give the most bytes. The best device is the one whose victims have the lowest tier;
+        a device that needs no victims is better than any device with victims. Of equal devices, a
+        device of the session's last lease is better. Of devices that are still equal, the best is
+        the one whose first victim has the largest product of bytes and idle time. On a device that
+        the head of the queue has reserved, the method preempts no lease: the session gets only the
+        bytes that the head can spare.
         """
         last, now = preferred(self.asker), self.facts.now
         draft, rooms = self.draft, self.draft.rooms
@@ -289,7 +294,8 @@ class Trial:
         """Preempt leases that count in the owner's limits; return whether the limits then allow
         ``charge``.
 
-        The method treats suspends under way as done, and preempts no more leases than needed.
+        The method counts the leases whose suspend is under way as ended. It preempts no more leases
+        than needed.
         """
         draft, owner = self.draft, self.asker.owner
         back = draft.coming_back(owner)
@@ -334,8 +340,8 @@ def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
     """Return whether :meth:`Trial.place` must fail for ``s``, and for an equal request of any
     owner.
 
-    It must fail if too few suitable devices would have room for a slice even after the pool had
-    preempted every lease that a session of this class might preempt. If the answer is False,
+    The test counts every lease that a session of this class might preempt as free. The answer is
+    True if even then too few suitable devices have room for a slice. If the answer is False,
     :meth:`Trial.place` may still fail.
     """
     if not draft.offers_known:
@@ -359,16 +365,16 @@ def on_each(count: int, ranked: Sequence[int]) -> int:
 def _find_offers(draft: Draft) -> None:
     """Note for each device the leases that some session may preempt now.
 
-    The pass calls this only when a session finds no free memory, to save time. It does not matter
-    when in the pass the call comes, because the leases depend on the facts alone, and the facts do
-    not change during a pass.
+    To save time, the pass calls this only when a session finds no free memory. The result does not
+    depend on the moment of the call, because it depends on the facts alone, and the facts do not
+    change during a pass.
     """
     draft.offers_known = True
     facts, rooms, now = draft.facts, draft.rooms, draft.facts.now
     preempts, shares = bool(facts.settings.preempt), draft.shares
     for v in facts.leased.values():
-        # This is the test of candidate(). It is written out here, because terms() also returns the
-        # other data about a lease in use that this loop needs.
+        # This is the same test as in candidate(). The loop does not call candidate(), because it
+        # also needs the other values of terms().
         if v.state == "idle" and unprotected(v, facts):
             opens, over = -math.inf, False
         elif preempts:
@@ -396,13 +402,16 @@ def _offer(room: Room) -> tuple[int, int]:
 
 
 def any_combination(draft: Draft, s: Session, asking: Asking, host: int) -> Trial | None:
-    """Return the smallest set of victims that makes room, if there are few candidates."""
+    """Return a trial with the smallest set of victims that makes room, or None.
+
+    The answer is also None if there are more than ``EXACT`` candidates.
+    """
     owner, needs = s.owner, asking.needs
     quota = draft.lacking(owner, asking.charge) is not None
     first = Trial(draft, s, host)
-    # If the owner exceeds a limit, each lease that counts in the limit is an option, whatever its
-    # device. Otherwise all equal requests for the same devices have the same options, and
-    # Reach._failed_before() relies on this.
+    # If the owner exceeds a limit, each lease that counts in the limit is an option, on any device.
+    # If not, the options depend only on the devices, so equal requests for the same devices have
+    # the same options. Reach._failed_before() relies on this.
     options = {v.id: (tier, v) for tier, v in first.own_options()} if quota else {}
     for room in draft.rooms.values():
         if not draft.reserved(room) and any(need.allows(room.ledger) for need in needs):
@@ -441,9 +450,10 @@ class Offer:
 
 
 def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Offer | Reason:
-    """Return a place for ``s`` in the memory that the draft has left, or why there is none.
+    """Return a place for ``s`` in free memory; if none has room, the result of :func:`make_room`.
 
-    With ``behind_head``, the session does not use host memory that the head of the queue will need.
+    With ``behind_head``, the victims' state takes no host memory that the head of the queue will
+    need.
     """
     lacks = draft.lacking(s.owner, found.charge)
     takes = draft.now(s, found.needs) if lacks is None else None
@@ -477,8 +487,8 @@ def make_room(
     if placed:
         tiers = {v.id: tier for v in trial.chosen if (tier := trial.tier(v))}
         return Offer(trial.takes, trial.chosen, reason=WAITS if lacks is None else OWN, tiers=tiers)
-    # If the owner can free enough of the quota by its own leases, a wait for memory is also a wait
-    # for the quota.
+    # ``own`` says whether the pool could free enough of the limit by preempting leases that count
+    # in it. If so, the session waits for memory and for the limit, and the reason names both.
     limit, group = (lacks.name, lacks.group) if lacks is not None else ("", "")
     if lacks is not None and not own:
         if lacking:
@@ -497,8 +507,8 @@ def make_room(
 def _lack(found: Collection[HostLack]) -> HostLack:
     """Return the reason in ``found`` that probably ends first.
 
-    Several choices of victims may have failed, each because host memory was too small for a
-    different reason.
+    There may be several reasons, because the search tries several choices of victims, and host
+    memory may be too small for each choice for a different reason.
     """
     return next(lack for lack in LACKS if lack in found)
 
@@ -510,10 +520,10 @@ def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:
 
 
 def kept_for_head(draft: Draft, found: Asking) -> bool:
-    """Return :func:`fits_now` for a request that must fail as long as the reservation exists.
+    """Return :func:`fits_now` for a request that does not fit beside the head's reservation.
 
-    The function looks only at the devices that the head has reserved. The request needs at least
-    one of them, because it does not fit on the other devices alone.
+    To save time, the function first looks at the devices that the head has reserved. The request
+    needs at least one of them, because it does not fit on the other devices alone.
     """
     held = draft.reservation.wanted if draft.reservation is not None else ()
     for uuid in held:
@@ -528,11 +538,11 @@ def kept_for_head(draft: Draft, found: Asking) -> bool:
 
 
 def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule | None:
-    """Return the rule that blocks ``need``, given the ``rule`` that blocks a smaller amount.
+    """Return the rule that blocks ``need``, if ``rule`` blocks an equal need for fewer bytes.
 
-    The two rules may differ, because the free memory, or the leases that may be preempted, may be
-    enough for the smaller amount but not for ``need``. The answer is None if only a search can find
-    the rule.
+    The two rules may differ. For example, the free memory on the devices that the head has reserved
+    may be enough for the smaller need, but not for ``need``. The answer is None if only a search
+    can find the rule.
     """
     if rule == "behind-head":
         return rule if fits_now(draft, (need,)) else None
@@ -546,13 +556,14 @@ def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule | None:
 def reservation(
     draft: Draft, s: Session, found: Asking, keep: Collection[str]
 ) -> tuple[Reservation, bool]:
-    """Return the reservation of the head of the queue, and whether the head has been the head for
-    ``ageing`` seconds.
+    """Return the reservation for ``s``, the head of the queue, and whether ``s`` has been the head
+    for at least ``ageing`` seconds.
 
-    The reservation keeps the devices of the last reservation (``keep``). Of the other devices, it
-    first takes the devices where the head can get the most bytes. After each further ``ageing``
-    seconds it takes one more device, because a lease on the earlier devices may never end. It
-    leaves out devices on which programs outside the pool leave too little memory.
+    The reservation keeps the devices of the last reservation (``keep``). If it needs more devices,
+    it takes those on which the head can get the most bytes. After two times ``ageing`` seconds, and
+    then after each further ``ageing`` seconds, it takes one device more than the head needs,
+    because a lease on the earlier devices may never end. It leaves out devices on which programs
+    outside the pool leave too little memory.
     """
     facts, needs, now = draft.facts, found.needs, draft.facts.now
     since = now if s.wait.head_since is None else s.wait.head_since

@@ -25,8 +25,8 @@ from .schedule import Plan
 from .session import Session
 from .words import taken_reason
 
-#: The answer has at most this many lines about leases of the same owner, and as many about leases
-#: of other owners. One more line gives the number of the remaining leases.
+#: An explanation has at most this many lines about leases of the same owner, and at most this many
+#: about leases of other owners. One more line gives the number of leases without a line.
 MOST_TOLD = 6
 
 
@@ -35,10 +35,10 @@ class Told:
     """An explanation as data and in words: one sentence per line, the most important first."""
 
     found: Explanation
-    #: The two times between which the wait will probably end; None without evidence.
+    #: The earliest and the latest time at which the wait will probably end; None without evidence.
     expected: Expected | None
-    #: If the waiting session asked for this many bytes on each GPU, it would start now; None if no
-    #: size would let it start.
+    #: The waiting session would start now if it asked for only this many bytes on each GPU. None if
+    #: it would have to wait with any size.
     starts_with: int | None
     #: The lines about the session's lease or wait, about the leases that it waits for, and about
     #: the events that would end the wait or take the lease.
@@ -139,7 +139,10 @@ def _beyond_lines(found: Explanation) -> Iterable[str]:
 
 
 def _where(found: GroupGuarantee) -> str:
-    """Return on which machine a guarantee counts, if several machines share it."""
+    """Return words that call a guarantee this machine's part of a guarantee on all machines.
+
+    The answer is "" if only this machine has the guarantee.
+    """
     if found.of_all is None:
         return ""
     return f" on this machine ({format_bytes(found.of_all)} on all machines)"
@@ -148,7 +151,7 @@ def _where(found: GroupGuarantee) -> str:
 def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
     """Yield how many sessions are ahead of ``s`` in the queue.
 
-    If one of them is in another class than ``s``, the line also has their classes.
+    If any of these sessions has another class than ``s``, the line also names their classes.
     """
     ahead = [facts.sessions[name] for name in found.ahead]
     if not ahead:
@@ -170,9 +173,10 @@ def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
 
 
 def _holder_lines(facts: Facts, found: Explanation) -> Iterable[str]:
-    """Yield the leases that a session waits for: first leases of its owner, then leases of others.
+    """Yield a line for each lease that a session waits for, first for leases of its own owner.
 
-    In each part, the leases that the session may preempt soonest come first.
+    Both for the own leases and for the leases of others, the leases that the session may preempt
+    soonest come first. Equal leases of others share a line.
     """
     alike: dict[tuple[int, str, str], list[HeldLease]] = {}
     own: list[HeldLease] = []
@@ -206,8 +210,9 @@ _USES = {
 def _holds(facts: Facts, h: HeldLease, number: int, level: str) -> str:
     """Return words for the lease of a session, or for the leases of ``number`` equal sessions.
 
-    The caller puts the words into the middle of a sentence. They name the class only if it is not
-    ``level``, the class of the waiting session: between sessions of one class, it decides nothing.
+    The caller puts the words into the middle of a sentence. The words name the class of the holder
+    only if it differs from ``level``, the class of the waiting session: between two sessions of the
+    same class, the class decides nothing.
     """
     which = "" if h.priority == level else f" (class {h.priority})"
     each = " each" if number > 1 else ""
@@ -255,7 +260,11 @@ _RULE_WORDS = {
 
 
 def _rule_words(rule: str, its: str, later: bool) -> str:
-    """Return why a holder must give way. ``its``: the holder in words, in the genitive."""
+    """Return, as a clause, why a rule lets a waiting session take the lease of a holder.
+
+    ``its`` stands for the holder in the genitive, for example "their". ``later`` is true if the
+    rule does not yet allow this.
+    """
     return "when " * (later and rule == "turns") + _RULE_WORDS[rule].format(its=its)
 
 
@@ -287,8 +296,8 @@ def _kernels(number: int) -> str:
 def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
     words = [_CHANGE_WORDS[name] for name in found.changes if name in _CHANGE_WORDS]
     if words:
-        # Only after the end of a suspend under way will the session certainly get its slice,
-        # because the plan promised it. The other changes may lead to a slice, but not always.
+        # When a suspend under way ends, the session certainly goes on, because the plan promised it
+        # the memory. After the other changes, it may still have to wait.
         goes = "goes" if "suspend-ends" in found.changes else "may go"
         yield f"It {goes} on when {', or when '.join(words)}."
     if found.changes_at is not None:
@@ -324,7 +333,9 @@ _TIME_WORDS = {
 
 
 def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
-    """Yield which guarantees a holder is above or below, and which sessions may take its lease."""
+    """Yield whether a holder can be suspended, how much of its lease is guaranteed, and which
+    session may take the lease.
+    """
     here = "this GPU" if len(s.lease.slices) == 1 else "these GPUs"
     if found.obstacle:
         yield f"It cannot be suspended: {found.obstacle.rstrip('.')}."
@@ -413,8 +424,8 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
         whose = "its" if budget.group else "your"
         if budget.spent or budget.until < math.inf:
             what = "there are more" if budget.spent else "at the present rate, they are used up"
-            # A budget that refills stays used up while its kernels use as many GPU-seconds as come
-            # back.
+            # With the rule ``refill``, a budget stays used up as long as its kernels use
+            # GPU-seconds as fast as they come back.
             at = _when(budget.until, now)
             if budget.until == math.inf:
                 soonest = budget.soonest(now)

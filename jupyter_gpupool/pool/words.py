@@ -97,7 +97,7 @@ def _behind(why: Reason, facts: Facts) -> str:
 
 
 def in_words(facts: Facts, why: Reason) -> str:
-    """Return the sentence of a rule that needs only its figures."""
+    """Return why a session waits, in words, if the words depend only on the figures in ``why``."""
     if why.rule in ("host", "quota-host"):
         return f"{_UNMOVED}: {_host(facts, why)}"
     if why.rule == "quota":
@@ -155,9 +155,9 @@ _UNMOVED = "the pool cannot suspend any kernel that could make room"
 
 
 def _host(facts: Facts, why: Reason) -> str:
-    """Return why host memory had no room for the state of other sessions, as a clause.
+    """Return, as a clause, why host memory has no room for the state of other sessions.
 
-    The plan tried to suspend these sessions to make room on a device.
+    The pool would have to suspend these other sessions to make room on a device.
     """
     if why.lacks == "size":
         return "the state of each of these kernels is larger than the host memory that it may use"
@@ -186,7 +186,7 @@ def _again(facts: Facts, why: Reason) -> str:
 
 
 def _clock(facts: Facts, at: float) -> str:
-    """Return how long it is until ``at``, and the time of day of ``at``, as text.
+    """Return as text how long it will be until ``at``, and which time of day ``at`` is.
 
     The time of day is in UTC, so that every machine shows the same text.
     """
@@ -238,9 +238,9 @@ _SENTENCES = {
 }
 
 
-#: What a session waits for, in words for people who may not see the details of the session. The
-#: words contain no figures, no names of groups and no text of an admin. All limits have the same
-#: sentence, so that it does not show which budget is used up.
+#: For each rule: what a session waits for, in words for people who may not see the details of the
+#: session. The words contain no figures, no names of groups and no text of an admin. The words are
+#: the same for all limits, so that they do not show whose quota, cap or budget is used up.
 _LIMIT = "a limit of its user or group"
 _SERVICE = "a GPU to come back into service"
 FOR_OTHERS: Mapping[Rule, str] = {
@@ -340,9 +340,10 @@ def _users(facts: Facts) -> str:
 
 
 def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
-    """Return why the session must wait for certain devices, although other devices may be free.
+    """Return why ``s`` must wait for certain devices, although other devices may be free.
 
-    The reason is a rule of CUDA.
+    The reason is that CUDA binds a process to devices, and the driver or the pool cannot move it to
+    all other devices.
     """
     needs = asking(s, facts).needs
     ledgers = [facts.devices[uuid] for uuid in s.bound]
@@ -388,12 +389,12 @@ def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
 
 
 def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
-    """Return the idle session whose protection the head ``s`` waits for; None if there is none.
+    """Return the protected idle session whose lease the head ``s`` waits for, or None.
 
-    An idle session is protected for some time after the pool has moved its state. If the leases of
-    several protected sessions would make room for the head, the result is the session whose
-    protection ends first. For a session behind the head, the answer is None, because it also waits
-    for the head.
+    The pool protects an idle session for some time after it has moved the session's state. If each
+    of several protected leases would make room for the head, the answer is the session whose
+    protection ends first. If ``s`` is not the head, the answer is None: ``s`` then also waits for
+    the head.
     """
     held = plan.reservation
     if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
@@ -424,15 +425,16 @@ def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
 
 
 def stays_reason(facts: Facts, s: Session, now: float) -> str:
-    """Return in one sentence why idle ``s`` keeps its slice although its time is over; else "".
+    """Return, as a sentence, why idle ``s`` keeps a slice that it should give back by now.
 
-    The answer is also "" for a pinned session, because its ``pinned_reason`` says why.
+    The answer is "" if ``s`` need not yet give its slice back. It is also "" for a pinned session:
+    the ``pinned_reason`` of the session says why it keeps its slice.
     """
     if s.state != "idle" or s.pinned_reason:
         return ""
     if not suspendable(s, facts):
-        # If the last measurement found no device memory, the lease has probably no state, so that
-        # the pool can take it even here.
+        # If the last measurement found no device memory, the lease probably has no state. The pool
+        # can then take the slice even from a GPU that cannot suspend a process.
         lease = s.lease
         nothing = len(lease.footprints) >= len(lease.slices) and not lease.footprint
         return "" if nothing else _STAYS["fixed"]
@@ -472,7 +474,7 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
 
 
 def taken_reason(s: Session) -> str:
-    """Return why the pool took the slice of a suspended session that was idle, as a clause.
+    """Return, as a clause, why the pool took the slice of a session while the session was idle.
 
     The answer is "" in three cases: the idle time-out ended the lease, the user gave the lease
     back, or the broker has restarted since the suspend.
@@ -480,8 +482,7 @@ def taken_reason(s: Session) -> str:
     if s.state != "detached" or not s.suspended:
         return ""
     why = next((text for _, _, new, text, _ in reversed(s.story) if new == "detaching"), "")
-    # The clause says what was so at the suspend. When people read it, the other session may no
-    # longer wait.
+    # Use the past tense: when people read the clause, the other session may no longer wait.
     return "" if why in ("idle", "release") else why.replace(" waits for ", " waited for ")
 
 

@@ -9,7 +9,8 @@
 - ``runfiles``: the records and logs of commands that run detached; ``detached``: their supervisor
 - ``inscript``: the function ``jupyter_gpupool.slice``
 
-The agent of an IPython kernel owns the lease, and answers the broker's ``yield``, because it knows
-the kernel's cells. A program has no agent. It joins its session as a *member* (see ``protocol``),
-and the command that started it joins as a member, too.
+The agent of an IPython kernel knows the kernel's cells, so the agent owns the lease and answers the
+broker's ``yield``. A program has no agent. The program joins its session as a *member* (see
+``protocol``). ``jupyter gpupool run``, which started the program, joins the session as a member,
+too.
 """

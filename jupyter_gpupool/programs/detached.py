@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Detached commands, which continue without a terminal: run them, show them, stop them.
 
-The supervisor is a daemon: it has its own process session, no terminal and no parent. It runs the
-command as ``jupyter gpupool run`` does, but in another process session, so that ``stop`` can signal
-the command's process group. It stores the output of the command, and its exit code.
+A detached command has a supervisor. The supervisor is a daemon: it has its own process session, no
+terminal and no parent. It runs the command as ``jupyter gpupool run`` does, with one difference:
+the command gets its own process group, so that ``stop`` can signal the whole group. The supervisor
+stores the command's output and exit code.
 """
 
 from __future__ import annotations
@@ -32,22 +33,24 @@ from .progress import Progress
 from .runfiles import LogWriter, RunRecord
 from .terminal import NOT_RUN, CommandProcess
 
-#: For this many seconds after the end of the command, the supervisor still copies output of the
-#: command's child processes to the log.
+#: After the end of the command, its child processes may still write. The supervisor copies to the
+#: log the output that is ready then, for at most this many seconds.
 DRAIN = 0.5
 
 #: Seconds that the broker may take to make a command safe to kill.
 RETIRE_TIMEOUT = 12.0
 
-#: ``run`` waits at most this many seconds until the broker has started and has opened the session.
+#: ``run`` waits at most this many seconds for the supervisor's report. In this time, the broker may
+#: have to start, and opens the session.
 OPEN_TIMEOUT = 60.0
 
 
 def start(command: Sequence[str], options: RunOptions, name: str) -> str:
     """Start ``command`` in the background; return its name when the pool has accepted it.
 
-    When this returns, the command's session is open. If the command holds its slice from start to
-    end, it also has the slice by then, or a place in the queue.
+    When this returns, the pool has opened the command's session. If the command holds its slice
+    from start to end, it also has the slice or a place in the queue. If the supervisor reports
+    neither within OPEN_TIMEOUT seconds, this returns, too.
 
     Raises
     ------
@@ -64,8 +67,8 @@ def start(command: Sequence[str], options: RunOptions, name: str) -> str:
         try:
             os.setsid()
             if os.fork():
-                # After this second fork, the supervisor is not the leader of its process session,
-                # so it can never get a terminal.
+                # The supervisor comes from this second fork, so it is not the leader of its process
+                # session. Only a leader can get a terminal.
                 os._exit(0)
             os.close(reading)
             _supervise(command, replace(options, name=name, named=True), writing)
@@ -178,8 +181,8 @@ class _RecordKeeper:
     def ended(self, code: int, refused: GPUPoolError | None) -> None:
         reason = refused.message if refused is not None else ""
         self._change(state="ended", code=code, ended=time.time(), reason=reason)
-        # Write the record before the report: when ``run`` gets the report of a refused command, it
-        # removes the record.
+        # Send the report after the last write of the record: when ``run`` gets the report of a
+        # refusal, ``run`` removes the record.
         if refused is not None:
             self._tell(message=refused.message, code=refused.code, next_step=refused.next_step)
         self._tell(ok=True)
@@ -202,7 +205,7 @@ class Pump:
             self._log.write(text.encode())
 
     def finish(self) -> None:
-        """Copy the remaining output and stop, because the command has ended."""
+        """Copy the output that is left after the command's end, and end the thread."""
         self._over.set()
         self._thread.join()
         with self._lock:
@@ -250,8 +253,8 @@ def stop(name: str, number: int, after: float) -> RunRecord:
     ended = wait(name, after)
     if ended is None:
         with suppress(GPUPoolError), Client(Path(record.socket)) as client:
-            # Some drivers hang when a process that was once suspended is killed. The broker
-            # prevents this.
+            # Some drivers hang if a process is killed that was once suspended. After this call, the
+            # broker has made the command safe to kill.
             client.call("retire", session=record.session, timeout=RETIRE_TIMEOUT)
         _signal(record, signal.SIGKILL)
         ended = wait(name, None)
@@ -282,8 +285,9 @@ def wait(name: str, seconds: float | None) -> RunRecord | None:
         left = None if give_up is None else give_up - time.monotonic()
         if left is not None and left <= 0:
             return None
-        # Wait for the end of the supervisor if it lives, not for the end of the command: only when
-        # the supervisor ends has it written the command's end into the record.
+        # The supervisor writes the end of the command into the record, and then ends itself. So
+        # wait for the end of the supervisor. If the supervisor is dead already, wait for the
+        # command.
         watched = record.supervisor[0] if record.supervised else record.process[0]
         descriptor = open_pidfd(watched)
         if descriptor is None:
@@ -296,7 +300,7 @@ def wait(name: str, seconds: float | None) -> RunRecord | None:
 
 
 def exit_code(record: RunRecord) -> int:
-    """Return the exit code of a command that has ended; NOT_RUN if no process has seen its end."""
+    """Return the exit code of a command that has ended; NOT_RUN if its record has none."""
     return NOT_RUN if record.code is None else record.code
 
 

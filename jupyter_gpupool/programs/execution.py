@@ -39,10 +39,11 @@ from .terminal import (
     is_for_us_alone,
 )
 
-#: The main thread sleeps for at most this many seconds if no step is due earlier.
+#: The main thread sleeps for at most this many seconds. It wakes earlier if a step is due.
 QUIET = 60.0
 
-#: Seconds until SIGKILL for a command that the pool has asked to end with SIGTERM.
+#: To end a command, the pool sends SIGTERM. If the command still runs after this many seconds, the
+#: pool sends SIGKILL.
 LAST = 10.0
 
 #: The hold of a command that keeps its slice from its start to its end.
@@ -61,8 +62,8 @@ class RunOptions:
     #: Seconds to wait for the first slice; None means as long as the pool allows.
     max_wait: float | None = None
     socket: str = ""
-    #: Whether the program finds its name in its environment. This is so for a detached command, and
-    #: for a command with ``--name``.
+    #: Whether the program gets its name in the variable NAME_VARIABLE. A detached command and a
+    #: command with ``--name`` get it.
     named: bool = False
 
     def holds_from_start(self, session: ProgramSession) -> bool:
@@ -71,7 +72,7 @@ class RunOptions:
 
 
 class Run:
-    """The run of one command, from its wait to its end.
+    """Waits for the session of one command, starts the command, and follows it to its end.
 
     Parameters
     ----------
@@ -175,7 +176,7 @@ class Run:
             info = signal.sigtimedwait(AWAITED, 0)
 
     def _pause(self) -> float:
-        """Return the seconds until the next step that is due at a fixed time."""
+        """Return how many seconds the main thread may sleep until its next step is due."""
         waited, most = self._progress.waited, self._options.max_wait
         if self._kill_at is not None:
             return max(0.05, self._kill_at - time.monotonic())
@@ -234,8 +235,8 @@ class Run:
         elif link.given_up(self._wait):
             self._refuse(link.unavailable())
         else:
-            # The state "queued" alone does not prove that the pool has accepted the request: the
-            # session has this state also for a moment before a refusal.
+            # The state "queued" does not prove that the pool has accepted the request: before the
+            # pool refuses a request, the session is in this state for a moment.
             if not self._told_wait and (link.queue is not None or link.state == "attaching"):
                 self._told_wait = True
                 self._on_wait()
@@ -251,8 +252,8 @@ class Run:
             if refused is not None and refused.what == "attach":
                 self._progress.say(f"{refused.message} {refused.next_step}".rstrip())
         waits = link.queue is not None
-        # If the command already waits, it also waits while no broker runs, until the session has
-        # its slice.
+        # If the broker ends during a wait, the session has no place in the queue. The command still
+        # waits, until the session has its slice.
         if self._progress.waited:
             waits |= link.state in WAITING
         if waits and not link.attached:
@@ -270,7 +271,7 @@ class Run:
             self._refuse(refusal)
 
     def _refuse(self, error: GPUPoolError) -> None:
-        """End the command for this reason, or prevent its start."""
+        """End the command because of ``error``, or prevent its start."""
         self.refused = error
         self._progress.over(say=False)
         self._kill_at = time.monotonic() + LAST

@@ -4,10 +4,11 @@
 
 A command of ``jupyter gpupool run``, a kernel and their children already have a session. In these
 processes, the block joins that session. Any other process gets its own session. Such a process was
-started without the guard, so the module loads the guard now. The dynamic loader then uses the guard
-in place of the driver's library. If the process has already loaded the driver, it is too late to
-load the guard; the process then runs without the guard, if the pool allows this. The module refuses
-a process that has called cuInit, because such a process cannot move to the GPU of its slice.
+started without the guard, so the module loads the guard before the process loads the driver. The
+dynamic loader then uses the guard in place of the driver's library. If the process has already
+loaded the driver, it runs without the guard, if the pool allows this. If the process has already
+called cuInit, the module refuses the block, because the process cannot move to the GPU of its
+slice.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from ..units import format_bytes, parse_seconds
 from .opening import Asked, open_session, own_environment, read_size
 from .progress import Progress, too_long, waiting_for
 
-#: A block waits at most this many seconds until the pool has taken back a slice that is too small.
-#: The wait for a larger slice begins after this time.
+#: If the session's slice is too small for a block, the pool must take the slice back before it
+#: grants a larger one. The block waits for this at most this many seconds, and then fails.
 LEAVE = 30.0
 
 _SESSION = ("GPUPOOL_SOCKET", "GPUPOOL_SESSION", "GPUPOOL_TOKEN")
@@ -90,7 +91,10 @@ class HeldSlice:
 
     @property
     def guarded(self) -> bool:
-        """Whether the guard limits this process to its slice, and attaches it at CUDA calls."""
+        """Whether this process has the guard.
+
+        The guard limits the process to its slice, and makes CUDA calls wait while it has no slice.
+        """
         return self._place is not None and self._place.guarded
 
     def __repr__(self) -> str:
@@ -130,7 +134,7 @@ class HeldSlice:
         trace: TracebackType | None,
     ) -> None:
         place, self._place = self._place, None
-        # In a forked child the slice belongs to the parent.
+        # A forked child does not release the slice, because the slice belongs to the parent.
         if place is not None and place.pid == os.getpid():
             place.link.drop(self._hold)
             self._leave(place)
@@ -150,7 +154,8 @@ class _OwnSession:
     def __init__(self, link: SessionLink, *, guarded: bool, own: bool, memory: int) -> None:
         self.link = link
         self.guarded = guarded
-        #: Whether this process owns the session. If so, it must show what it waits for.
+        #: Whether the session was opened for this process. No other program then shows what the
+        #: process waits for, so this module shows it.
         self.own = own
         self.memory = memory
         self.pid = os.getpid()
@@ -269,7 +274,7 @@ def _different(link: SessionLink, asked: Asked) -> dict[str, Any]:
 
 
 def _check_same(link: SessionLink, asked: Asked) -> None:
-    """Refuse a second block with another request, because both blocks would share one slice."""
+    """Refuse a second block whose request does not fit the first block's: both share a slice."""
     wanted = {**link.request, **asked.fields()}
     for name in ("memory", "limit", "devices", "compute", "priority"):
         have, want = link.request.get(name), wanted.get(name)
@@ -334,7 +339,7 @@ def _ask_for(link: SessionLink, asked: Asked) -> dict[str, Any]:
 
 
 def _has_left(link: SessionLink) -> bool:
-    """Wait until the pool has taken the released slice; return whether it has done so."""
+    """Wait up to LEAVE seconds for the pool to take the released slice; return whether it has."""
     give_up = time.monotonic() + LEAVE
     while link.attached and time.monotonic() < give_up:
         time.sleep(0.01)
@@ -344,8 +349,8 @@ def _has_left(link: SessionLink) -> bool:
 def _put_back(link: SessionLink, before: dict[str, Any]) -> None:
     """Restore the request that the session had before a block.
 
-    If the session uses more memory than this request has, the pool refuses to change the memory,
-    and this function restores only the other fields.
+    If the session uses more memory than ``before`` asks for, the pool refuses to restore the
+    memory. This function then restores only the other fields.
     """
     try:
         link.call("request", **before)

@@ -19,11 +19,11 @@ from ..launcher import OUTER_VARIABLES, START_TIMEOUT, living_broker, merge_envi
 from ..startrecord import kernel_environment
 from ..units import LEAST_BYTES, parse_bytes
 
-#: The variable with the name of a program that ``jupyter gpupool run`` has started.
+#: The environment variable in which a program finds its name. ``jupyter gpupool run`` sets it.
 NAME_VARIABLE = "GPUPOOL_NAME"
 
-#: Variables in which a service manager writes the process id of its service. The program gets its
-#: own process id in these variables, instead of the id of ``jupyter gpupool run``.
+#: A service manager writes the pid of its service into these variables. If ``jupyter gpupool run``
+#: is the service, the program gets its own pid in them, instead of the pid of ``run``.
 _OWN_NUMBER = ("LISTEN_PID", "WATCHDOG_PID")
 
 
@@ -36,8 +36,8 @@ class Asked:
     devices: int = 0
     compute: int = 0
     priority: str = ""
-    #: The group whose share the session uses. It is fixed when the session opens, so it is no part
-    #: of the request.
+    #: The group whose share the session uses. A session can change its request but not its group,
+    #: so the group is no field of the request.
     group: str = ""
 
     def fields(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Asked:
 
 
 def read_size(text: str | int, what: str) -> int:
-    """Return the bytes of a size that a person has written; 0 if there is none.
+    """Return, in bytes, the size that a user has written; 0 if ``text`` is empty or 0.
 
     Raises
     ------
@@ -108,7 +108,11 @@ class ProgramSession:
 
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without the variables of the session that this process may belong to."""
+    """Return ``environ`` without the variables of a session.
+
+    This process may be in a session. A program with a new session must not get the variables of
+    that session.
+    """
     env = without_guard(environ)
     for name in (*OUTER_VARIABLES, NAME_VARIABLE):
         env.pop(name, None)
@@ -126,9 +130,9 @@ def open_session(
 ) -> ProgramSession:
     """Open a session for a process, and report the process to the broker.
 
-    If no broker runs, this starts one. When the session is open, it calls ``process``, which
-    returns the number of the process. ``attach`` is the attach policy; None means the pool's
-    policy. ``guarded`` is False for a process that has already loaded the driver.
+    If no broker runs, this function starts one. ``process`` returns the pid of the process; this
+    function calls it when the session is open. ``attach`` is the attach policy; None means the
+    pool's policy. ``guarded`` is False for a process that has already loaded the driver.
 
     Raises
     ------
@@ -159,7 +163,10 @@ def with_devices(env: Mapping[str, str], link: SessionLink) -> dict[str, str]:
 
 
 def numbered(env: Mapping[str, str], parent: int) -> dict[str, str]:
-    """Return ``env`` with this process's id in place of the id of ``parent``."""
+    """Return ``env`` with this process's pid in place of the pid ``parent``.
+
+    Only the variables in :data:`_OWN_NUMBER` change.
+    """
     found = dict(env)
     for name in _OWN_NUMBER:
         if found.get(name) == str(parent):

@@ -19,11 +19,12 @@ from ..kernel.link import SessionLink
 from ..text import sentence
 from ..units import format_bytes, format_range, format_seconds
 
-#: The line appears after this many seconds of a wait, so that most waits show none.
+#: The line appears only after a wait of this many seconds. Most waits are shorter, and show no
+#: line.
 PATIENCE = 1.0
 
-#: REDRAW: seconds between two drawings of the changing line. PLAIN and PLAIN_MOST: the first and
-#: the longest pause between two plain lines.
+#: The changing line is drawn every REDRAW seconds. The first pause between two plain lines is PLAIN
+#: seconds, and each later pause is twice as long, up to PLAIN_MOST seconds.
 REDRAW = 1.0
 PLAIN, PLAIN_MOST = 30.0, 600.0
 
@@ -31,8 +32,8 @@ PLAIN, PLAIN_MOST = 30.0, 600.0
 def waiting_for(link: SessionLink, memory: int, waited: float, *, begun: bool = True) -> str:
     """Return one line about what a program waits for.
 
-    ``memory`` is the size of the slice in bytes, ``waited`` the wait so far in seconds. ``begun``
-    says whether the program already runs.
+    ``memory`` is the size of the slice in bytes. ``waited`` is the number of seconds that the
+    program has waited. ``begun`` says whether the program already runs.
     """
     size = link.request.get("memory") or memory
     what = f"a GPU slice of {format_bytes(size)}" if size else "a GPU slice"
@@ -73,7 +74,7 @@ class Progress:
     Parameters
     ----------
     write:
-        Writes a text where people see it.
+        Shows a text to people; called with each line.
     screen:
         The descriptor of the terminal on which one line changes; None means plain lines.
     prefix:
@@ -96,9 +97,9 @@ class Progress:
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     def waits(self, describe: Callable[[float], str]) -> None:
-        """Note that the program waits, and draw the line if it is due.
+        """Note that the program waits, and show the next line if it is due.
 
-        ``describe`` returns the text for a number of seconds waited.
+        ``describe`` gets the seconds waited so far, and returns the text of the line.
         """
         now = time.monotonic()
         if self._since is None:

@@ -26,10 +26,11 @@ from ..procfs import ProcessId, alive, identify
 from ..text import did_you_mean
 from ..units import format_seconds
 
-#: The folder keeps at most this many records of ended commands, each for at most this many seconds.
+#: The folder keeps at most MOST_ENDED records of ended commands. It keeps each of them for at most
+#: KEPT_FOR seconds after the command's end.
 MOST_ENDED, KEPT_FOR = 50, 30 * 86400.0
 
-#: The environment variable with the folder of the records.
+#: The environment variable that names the folder of the records.
 FOLDER_VARIABLE = "GPUPOOL_RUNS"
 
 #: The supervisor of a new command writes its first record within this many seconds.
@@ -84,11 +85,11 @@ class RunRecord:
         return known and alive(ProcessId(*self.process))
 
     def now(self) -> RunRecord:
-        """Return the record, corrected by a look at its processes."""
+        """Return the record, corrected if its supervisor or its command is dead."""
         if not self.lives or self.supervised:
             return self
-        # The supervisor may have written the end of the command, and ended, after this record was
-        # read.
+        # After this record was read, the supervisor may have written the command's end, and then
+        # ended itself. So read the record again.
         latest = read(self.name)
         if latest is not None and not latest.lives:
             return latest
@@ -114,9 +115,9 @@ class RunRecord:
 
 
 def folder() -> Path:
-    """Return the folder of this user's records on this machine, without making it.
+    """Return the folder of this user's records on this machine. The folder may not exist yet.
 
-    Its name contains the machine's id, because machines may share home folders.
+    The folder's name contains the machine's id, because several machines may share a home folder.
     """
     chosen = os.environ.get(FOLDER_VARIABLE, "")
     if chosen:
@@ -150,8 +151,8 @@ def check_name(name: str) -> str:
 def claim(name: str, command: Sequence[str]) -> str:
     """Make the folder of a new command, and return the command's name.
 
-    If ``name`` is empty, this makes a new name. If an ended command has the name ``name``, the
-    record of that command is removed.
+    If ``name`` is empty, this function makes a name that is free. If an ended command has the name
+    ``name``, the function removes the record of that command.
 
     Raises
     ------
@@ -192,7 +193,7 @@ def _taken(name: str) -> RefusedError:
 
 
 def _is_new(path: Path) -> bool:
-    """Return whether a folder is so new that its record may not be written yet."""
+    """Return whether a command's folder is new, so that its record may still be missing."""
     try:
         return time.time() - path.stat().st_mtime < FIRST_RECORD
     except OSError:
@@ -205,7 +206,7 @@ def remove(name: str) -> None:
 
 
 def clean(now: float) -> None:
-    """Remove records of commands that ended long ago, and the oldest records above MOST_ENDED."""
+    """Remove old records of ended commands: keep MOST_ENDED of them, for KEPT_FOR seconds."""
     ended = [record for record in every() if not record.lives]
     ended.sort(key=lambda record: record.ended or record.created, reverse=True)
     for place, record in enumerate(ended):
@@ -239,7 +240,7 @@ def read(name: str) -> RunRecord | None:
 
 
 def find(name: str) -> RunRecord:
-    """Return the record of a command, corrected by a look at its processes.
+    """Return the record of a command, corrected as :meth:`RunRecord.now` describes.
 
     Raises
     ------
@@ -258,7 +259,7 @@ def find(name: str) -> RunRecord:
 
 
 def every() -> list[RunRecord]:
-    """Return all records, oldest first, each corrected by a look at its processes."""
+    """Return all records, oldest first, each corrected as :meth:`RunRecord.now` describes."""
     try:
         names = [entry.name for entry in os.scandir(folder()) if _NAME.fullmatch(entry.name)]
     except OSError:
@@ -309,7 +310,7 @@ class LogWriter:
 
 
 def read_log(name: str) -> Iterator[bytes]:
-    """Yield the log as far as it is kept, oldest part first."""
+    """Yield what the log files still contain, the oldest output first."""
     for path in (log_path(name).with_name(f"{LOG}.1"), log_path(name)):
         with suppress(OSError), path.open("rb") as file:
             while chunk := file.read(1 << 16):
@@ -317,7 +318,7 @@ def read_log(name: str) -> Iterator[bytes]:
 
 
 def follow_log(name: str) -> Iterator[bytes]:
-    """Yield the log, and each addition until the command has ended; yield b"" at each pause."""
+    """Yield the log, then new output until the command has ended; yield b"" if none is new."""
     rotated = log_path(name).with_name(f"{LOG}.1")
     with suppress(OSError):
         yield rotated.read_bytes()
@@ -358,11 +359,11 @@ def replaced(descriptor: int, path: Path) -> bool:
 
 
 def this_process() -> tuple[int, int]:
-    """Return the number and the start time of this process."""
+    """Return the pid and the start time of this process."""
     return of_process(os.getpid())
 
 
 def of_process(pid: int) -> tuple[int, int]:
-    """Return the number and the start time of a process; zeros if there is no such process."""
+    """Return the pid and the start time of a process; zeros if there is no such process."""
     found = identify(pid)
     return (found.pid, found.start_time) if found is not None else (0, 0)

@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """The child process that becomes the command. It waits until the parent lets it start.
 
-The child stays in the process group of ``jupyter gpupool run``, so the terminal sends its signals
-to both processes: Ctrl-C, Ctrl-Z and a change of the window's size reach the command directly, also
-in a pipeline. (If the child had its own group and got the terminal, the other commands of the
-pipeline would be in the background.) So ``run`` does not forward signals from the terminal. It
-forwards only signals that another process sends to ``run`` alone, for example with ``kill``.
-sudo(8) without a pseudo-terminal does the same.
+The child stays in the process group of ``jupyter gpupool run``. So the terminal sends the signals
+of Ctrl-C, of Ctrl-Z and of a change of the window's size to both processes, also in a pipeline, and
+``run`` does not forward these signals. ``run`` forwards only signals that another process sends to
+``run`` alone, for example with ``kill``. sudo(8) without a pseudo-terminal does the same. (A
+process group of its own would not work for the child: only one group of a terminal is in the
+foreground, and the other commands of a pipeline would then be in the background.)
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ FORWARDED = frozenset(
     }
 )
 
-#: All signals that this process waits for. This process blocks them, so they do not interrupt it.
+#: All signals that this process waits for with sigtimedwait. It blocks them, so that they do not
+#: interrupt its other work.
 AWAITED = FORWARDED | {signal.SIGCHLD}
 
-#: SIGTTOU is blocked, too, so that writing to the terminal from the background does not stop this
-#: process (stty tostop).
+#: After ``stty tostop``, a background process that writes to the terminal gets SIGTTOU. This
+#: process blocks SIGTTOU, too, so that the write does not stop it.
 _BLOCKED = AWAITED | {signal.SIGTTOU}
 
-#: The exit codes if the file of the command is not a program, and if the command does not exist. A
-#: shell uses the same codes.
+#: The exit code is NOT_EXECUTABLE if the command's file cannot be executed, and NOT_FOUND if the
+#: command does not exist. A shell uses the same codes.
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 #: The exit code if the pool has not started the command, or has ended the command. docker run(1)
 #: uses the same code.
 NOT_RUN = 125
 
-#: Signals whose default action Python changes for itself. The command gets the default again.
+#: Python ignores these signals. The command gets their default action again.
 _PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
@@ -78,7 +79,7 @@ def cannot_run(program: str, environ: Mapping[str, str]) -> tuple[int, str]:
 
 
 def is_for_us_alone(info: signal.struct_siginfo, child: int) -> bool:
-    """Return whether the signal came to this process only, and not to the command, too."""
+    """Return whether this process got the signal, but the command did not."""
     if info.si_code <= 0:
         return bool(info.si_pid != child)
     # The terminal sends a signal to all processes of the group. There is one exception: when the
@@ -89,7 +90,7 @@ def is_for_us_alone(info: signal.struct_siginfo, child: int) -> bool:
 def fill_standard_streams() -> None:
     """Open the descriptors 0, 1 and 2 if they are closed, so that no other file gets their numbers.
 
-    The new descriptors are only for this process. In the command they are closed.
+    The command does not inherit the new descriptors.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
         pass
@@ -122,7 +123,8 @@ class CommandProcess:
         Give the command its own process session, without a terminal. This is for a detached
         command.
     output:
-        A descriptor for the command's output and errors; None means those of this process.
+        A descriptor for the command's output and errors; None means that the command inherits both
+        from this process.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class CommandProcess:
         self._stopped_by: int | None = None
         #: Whether the child was allowed to start the command.
         self.started = False
-        #: Why the command could not start; "" if it could, or if it was not yet allowed to start.
+        #: Why the start of the command failed; "" if no start has failed.
         self.problem = ""
 
     def start(self, env: Mapping[str, str]) -> None:
@@ -191,21 +193,20 @@ class CommandProcess:
             os.kill(self.pid, number)
 
     def look(self) -> int | None:
-        """Return the signal that stopped the command since the last look; note the command's end.
+        """Return the signal that has stopped the command since the last call; None if none has.
 
-        This never waits.
+        This function also sets :attr:`status` if the command has ended. It never waits.
         """
         self._note_states()
         number, self._stopped_by = self._stopped_by, None
         return number
 
     def wake(self) -> None:
-        """Continue the command if it is stopped, and has not been stopped again since the last
-        look.
+        """Continue the command if it is stopped, and :meth:`look` has already reported the stop.
 
-        A shell's ``fg`` sends SIGCONT to all processes of the group, and this process sends the
-        command another SIGCONT later. If a second Ctrl-Z has stopped the command between the two,
-        the later SIGCONT must not continue it.
+        A shell's ``fg`` sends SIGCONT to this process and to the command. This process then sends
+        the command a second SIGCONT. If the user stops the command with Ctrl-Z between the two, the
+        second SIGCONT must not continue the command.
         """
         self._note_states()
         if self._stopped and self._stopped_by is None:
@@ -223,9 +224,10 @@ class CommandProcess:
 
     def stop_as_it_did(self, number: int) -> None:
         """Stop this process with the signal that stopped the command, until both are continued."""
-        # This process sends the signal to itself while the signal is blocked, and then unblocks it.
-        # Ctrl-Z has already sent the same signal to this process, and two pending signals of one
-        # number arrive as one. In a group that no shell watches, the signal has no effect.
+        # If Ctrl-Z has stopped the command, this process has got the same signal, blocks it, and
+        # stops when it unblocks it. For all other cases, this process sends the signal to itself.
+        # Two pending signals of one number arrive as one, so this process stops only once. In a
+        # process group that no shell watches, the signal has no effect.
         os.kill(os.getpid(), number)
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.Signals(number)})
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

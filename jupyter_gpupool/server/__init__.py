@@ -17,7 +17,7 @@
 - ``page_config``: what JupyterLab's pages know about the GPU before their first request.
 - ``extension``: adds all these parts to the server.
 
-An import of this package imports no other module.
+Importing this package imports none of these modules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 
 def _jupyter_server_extension_points() -> list[dict[str, Any]]:
-    """Return the extension. The server calls this; its configuration names this package."""
+    """Return the extension. The server calls this in each package that its configuration names."""
     from .extension import GPUPoolExtension
 
     return [{"module": "jupyter_gpupool.server", "app": GPUPoolExtension}]

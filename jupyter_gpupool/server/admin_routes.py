@@ -19,11 +19,11 @@ from tornado import web
 from ..errors import Code, RefusedError
 from .handlers import BadRequest, Route
 
-#: The most characters of a reason, and the most minutes until a slice is taken back. The broker has
-#: the same limits.
+#: A reason has at most MAX_REASON characters. An order takes a slice back after at most MAX_MINUTES
+#: minutes. The broker has the same limits.
 MAX_REASON, MAX_MINUTES = 200, 7 * 24 * 60
 
-#: The most characters of a session's id, and the form of a device's UUID.
+#: A session's id has at most MAX_ID characters. A device's UUID matches _UUID.
 MAX_ID = 40
 _UUID = re.compile(r"[A-Za-z0-9/-]{8,100}")
 
@@ -77,7 +77,7 @@ class AdminRoute(Route):
 
 
 class OrderRoute(Route):
-    """Base class of the routes that order something about one session."""
+    """Base class of the routes for an admin's orders about one session."""
 
     async def order(self, kind: str, session: str, body: dict[str, Any], **fields: Any) -> None:
         """Send the broker an order; answer the client with the broker's note."""

@@ -15,9 +15,9 @@ from ..endpoint import check_path, check_socket
 from ..errors import BrokerUnavailable, Code, RefusedError
 from ..protocol import Message
 
-#: At most this many calls may wait for an answer at once. A hung broker reads nothing; with more
-#: calls, the buffer of the socket could become full, and the server would hang, too. The buffer has
-#: 212,992 bytes on Linux, and a call has a few hundred bytes.
+#: At most this many calls may wait for an answer at once. A hung broker reads nothing, so its calls
+#: stay in the buffer of the socket. If this buffer becomes full, the server hangs, too. The buffer
+#: has 212,992 bytes on Linux, and a call has a few hundred bytes.
 MAX_CALLS = 64
 
 
@@ -33,7 +33,7 @@ class BrokerLink:
     on_stir:
         Called in the event loop when a session has changed and the journal has no row about it.
     on_close:
-        Called in the event loop when a connection has ended and this server has not closed it.
+        Called in the event loop when a connection has ended that this server has not closed.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class BrokerLink:
         self._client: Client | None = None
         #: The connection on which the broker pushes rows.
         self._watched: Client | None = None
-        #: The last error message that was not an answer to a call. With such a message, the broker
-        #: says why it closes the connection.
+        #: Why the broker closes the connection. The broker sends this reason in an error message
+        #: that answers no call.
         self._said: RefusedError | None = None
         self._connecting = asyncio.Lock()
         self._calls = asyncio.Semaphore(MAX_CALLS)
@@ -89,7 +89,10 @@ class BrokerLink:
                 raise
 
     async def watch(self) -> None:
-        """Call ``on_row`` for each new row until the connection ends."""
+        """Make the broker push rows and changes; call ``on_row`` and ``on_stir`` for them.
+
+        The pushes stop when the connection ends.
+        """
         client = await self._open()
         if self._watched is not client:
             await self.call("watch")
@@ -164,5 +167,6 @@ class BrokerLink:
     async def _drop(self, client: Client) -> None:
         if client is self._client:
             self._client = None
-        # ``Client.close`` waits for the end of the client's reader thread.
+        # ``Client.close`` waits for the end of the client's reader thread, so call it in another
+        # thread.
         await asyncio.get_running_loop().run_in_executor(None, client.close)

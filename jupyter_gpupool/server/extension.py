@@ -25,7 +25,7 @@ from .watch import Watch
 
 SCHEMAS = Path(__file__).with_name("event_schemas")
 
-#: The identifier of an event schema. It is not the address of a page.
+#: The identifier of an event schema. It looks like an address, but names no page.
 SCHEMA_ID = "https://schema.jupyter.org/jupyter_gpupool/{}/v1"
 
 _KERNEL_ACTIONS = "https://events.jupyter.org/jupyter_server/kernel_actions/v1"
@@ -83,10 +83,11 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     _watch: Watch | None = None
     #: The socket of the broker that the last started kernel uses.
     _socket: Path | None = None
-    #: The broker's last known configuration, and the notice about it.
+    #: The broker's last known configuration, and the notice if it differs from the server's.
     _in_force: Any = None
     _told = ""
-    #: The broker's last known journal. The copy of the start record is beside the journal.
+    #: The path of the broker's journal, as last known. The second copy of the broker's start record
+    #: is in the same folder.
     _journal = ""
 
     def initialize_settings(self) -> None:
@@ -134,9 +135,9 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     # ------------------------------------------------------------------ internals
 
     def _find(self) -> Path:
-        """Return the socket of the kernels' broker.
+        """Return the socket of the broker that the last started kernel uses.
 
-        Without kernels, return the socket that a first kernel would use.
+        If no kernel was started, return the socket that a first kernel would use.
         """
         if self._socket is not None:
             return self._socket
@@ -145,9 +146,9 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         return Path(named) if named else find_socket(config.get("GPUPool", {}).get("socket", ""))
 
     def _notice(self, status: dict[str, Any]) -> str:
-        """Return the notice that the broker's configuration differs from this server's.
+        """Return how the broker's configuration differs from this server's; "" if they are equal.
 
-        Log it once.
+        The function also logs each difference once.
         """
         self._journal = str((status.get("broker") or {}).get("journal") or "")
         in_force = status.get("config")
@@ -186,7 +187,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         self.serverapp.event_logger.emit(schema_id=SCHEMA_ID.format(kind), data=data)
 
     async def _kernel_action(self, watch: Watch, data: dict[str, Any]) -> None:
-        """Record whether a started kernel belongs to the pool."""
+        """Tell the watch that a kernel of the pool has started, or that some kernel has ended."""
         kernel_id = data.get("kernel_id", "")
         if data.get("action") not in ("start", "restart") or data.get("status") != "success":
             watch.kernels_changed()

@@ -17,13 +17,15 @@ from ..units import parse_bytes
 from . import openapi, views
 from .watch import Watch
 
-#: The authorizer's resource for all routes; its actions are "read" and "write".
+#: The server's authorizer sees all routes as this one resource. Its actions are "read" and "write".
 RESOURCE = "gpupool"
 
-#: The fields of a request that users may change. True if the field's value is a size.
+#: The number fields of a session's request that users may change. True means that the number is a
+#: size in bytes.
 _FIELDS = {"memory": True, "limit": True, "devices": False, "compute": False}
 
-#: The advice after an HTTP error that does not come from the pool, by status code.
+#: The key is the status code of an HTTP error that is not an error of the pool. The value is the
+#: ``next_step`` of the answer.
 _NEXT_STEPS = {
     403: "Log in to this Jupyter server, or give its token.",
     404: "See gpupool/api/openapi.json for all requests.",
@@ -90,12 +92,12 @@ class Route(APIHandler):  # type: ignore[misc]
         return found
 
     async def session(self, kernel_id: str) -> tuple[views.View, views.View]:
-        """Return the snapshot and the session of a kernel.
+        """Return the pool's snapshot, and the session of a kernel in this snapshot.
 
         Raises
         ------
         RefusedError
-            With code ``unknown-session``, if this server may not show a session of the kernel.
+            With code ``unknown-session``, if the kernel has no session that this server may show.
         """
         view = await self.watch.look()
         found = views.session_of(view, kernel_id)
@@ -222,7 +224,7 @@ class DocumentRoute(Route):
 
 
 class NothingRoute(Route):
-    """All other paths below ``/gpupool/api``: answers "not found" as JSON."""
+    """All other paths below ``/gpupool/api``: every request gets "not found" as JSON."""
 
     @web.authenticated
     def prepare_nothing(self) -> None:
@@ -232,7 +234,7 @@ class NothingRoute(Route):
 
 
 def read_changes(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the request that the body changes; sizes are in bytes."""
+    """Return the fields of a session's request that ``body`` changes; sizes are in bytes."""
     unknown = body.keys() - {*_FIELDS, "priority"}
     if unknown:
         raise BadRequest(

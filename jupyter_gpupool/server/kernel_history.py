@@ -6,10 +6,10 @@
 After a gap in the snapshots it adds a point of nulls, so that the line of a chart breaks there.
 
 :class:`KernelUsage` counts how long this server's kernels were open, and how long they had a slice.
-Both totals only grow, and include kernels that have ended. If a restarted broker finds a kernel's
-session again, the kernel also counts as open for the time without a broker. How long it had a slice
-in this time comes from the broker's own total; if the broker was killed, this total may be too
-small.
+Both totals only grow, and include kernels that have ended. If a broker restarts and finds a
+kernel's session again, the kernel counts as open in the time without a broker, too. The kernel's
+time with a slice then comes from the broker's own total. If the broker was killed, this total may
+be too small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..states import HAS_LEASE
 
 View = dict[str, Any]
 
-#: A ring keeps a point for ``KEPT`` seconds. Between two points are at least ``LEAST`` seconds.
+#: A :class:`Ring` keeps a point for ``KEPT`` seconds. Two points are at least ``LEAST`` seconds
+#: apart.
 KEPT, LEAST = 300.0, 1.0
 
 #: The largest number of points in one ring.
@@ -108,7 +109,7 @@ class KernelHistory:
         self._now = 0.0
 
     def pause(self) -> None:
-        """Begin a gap, which lasts until the next :meth:`take`.
+        """Note that no snapshots come until the next :meth:`take`: the points then have a gap.
 
         The next snapshot may come from another broker.
         """
@@ -118,8 +119,8 @@ class KernelHistory:
         """Add the points of a snapshot."""
         now, broken = float(view["now"]), self._broken
         if now < self._now:
-            # The times of the older points are in the future: the broker has lost its journal, and
-            # the machine's clock was set back.
+            # Older points have times after ``now``, so drop all points. This happens if the broker
+            # has lost its journal and the machine's clock was set back.
             self._kernels, self._devices = {}, {}
         self._now, self._broken = now, False
         here = {s["kernel_id"]: s for s in view["sessions"] if s["here"]}
@@ -160,8 +161,8 @@ class _LastCount:
     at: float
     #: The seconds with a slice, as the broker counts them.
     total: float
-    #: The time from which the session's present slice is not yet counted; None if the session has
-    #: no slice.
+    #: The seconds of the session's present slice are counted up to this time; None if the session
+    #: has no slice.
     leased: float | None = None
     #: Seconds with a slice since the last count, from rows of the journal.
     known: float = 0.0
@@ -194,8 +195,9 @@ class KernelUsage:
             del self._seen[name]
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Count one row of the journal. Only rows show the last seconds of a session that has
-        ended.
+        """Count one row of the journal.
+
+        After a session's end, only rows show the session's last seconds: no snapshot has them.
         """
         seen, at = self._seen.get(str(row.get("session"))), float(row["time"])
         if seen is None or seen.ended or at < seen.at:
@@ -227,7 +229,8 @@ class KernelUsage:
         seen = self._seen.get(name)
         if seen is None:
             opened = session.get("opened_at")
-            # A session that is older than this server counts only from now on.
+            # If a session was opened before this server began to count, its earlier time does not
+            # count.
             if opened is not None and self.since <= opened <= now:
                 self._count(now - opened, total)
             self._seen[name] = _LastCount(now, total, leased)

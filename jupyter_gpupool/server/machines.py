@@ -12,7 +12,7 @@ from typing import Any, Mapping
 
 from .views import View
 
-#: For each state of a machine in the ledger, the state that users see. A machine that does not
+#: Maps the state of a machine in the ledger to the state that users see. A machine that does not
 #: report to the ledger may still run kernels, so it is "unreachable" until an admin declares it
 #: dead.
 STATES = {
@@ -41,7 +41,7 @@ def shown(answer: Mapping[str, Any], user: str) -> View:
     view, here = answer["view"], answer["name"]
     nodes = [] if view is None else view["nodes"]
     own = {"name": here, "state": None, "age": 0.0, "summary": answer["own"]}
-    # The broker has the present figures of its own machine; the ledger's figures are older.
+    # The figures of this machine come from its broker, because the ledger's figures are older.
     state = next((node["state"] for node in nodes if node["name"] == here), None)
     rows = [{**own, "state": state}, *(node for node in nodes if node["name"] != here)]
     return {
@@ -60,7 +60,8 @@ def _machine(node: Mapping[str, Any], here: str, user: str) -> View:
     return {
         "name": node["name"],
         "here": is_here,
-        # This server reaches its own machine, even if the ledger gets no reports from the machine.
+        # This server reaches its own machine, even if the machine's reports do not reach the
+        # ledger.
         "state": "reachable"
         if is_here and STATES.get(state, "unreachable") == "unreachable"
         else STATES.get(state, state),

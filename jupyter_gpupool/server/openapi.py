@@ -17,7 +17,7 @@ FILE = Path(__file__).with_name("openapi.yaml")
 
 @lru_cache(maxsize=1)
 def _read() -> dict[str, Any]:
-    # The loader that uses libyaml is ten times as fast, but not every PyYAML has this loader.
+    # CSafeLoader is ten times as fast as SafeLoader, but not every PyYAML has CSafeLoader.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     found: dict[str, Any] = yaml.load(FILE.read_text(encoding="utf-8"), Loader=loader)
     return found

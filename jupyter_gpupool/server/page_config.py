@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Tells JupyterLab's pages, before their first request, whether there is a GPU.
 
-JupyterLab and Notebook write ``page_config_data`` of the server's settings into each page, where
-``PageConfig.getOption("gpupool")`` is
-``{"found": bool, "reason": str, "emulated": bool}`` as JSON.
+JupyterLab and Notebook write the server's setting ``page_config_data`` into each page. In the page,
+``PageConfig.getOption("gpupool")`` returns ``{"found": bool, "reason": str, "emulated": bool}`` as
+JSON.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NEXT_STEP = "Run `jupyter gpupool doctor` for details."
 def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -> View:
     """Return the page's data for the time before a broker has answered.
 
-    If ``socket`` exists, the data say that there is a GPU: the broker at this socket has its own
-    configuration, and may have devices that this process cannot see. So only that broker can know
-    that there is no GPU. Without a socket, the data come from the emulation or the driver.
-    ``config`` is the section ``GPUPool`` of the server's configuration. It overrides the
-    environment, as in the broker.
+    The broker at ``socket`` has its own configuration, and may have devices that this process
+    cannot see. So if ``socket`` exists, the data say that a GPU was found, until the broker
+    answers. If it does not exist, the data depend on the emulation and on the driver of this
+    machine. ``config`` is the section ``GPUPool`` of the server's configuration. It overrides the
+    environment, as it does in the broker.
     """
     # Unlike Path.exists, os.path.exists raises no error if the folder is unreadable.
     if os.path.exists(socket):
@@ -47,7 +47,7 @@ def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -
 
 
 def told(view: Mapping[str, Any]) -> View:
-    """Return the page's data from a view, that is, from what the broker has reported."""
+    """Return the page's data from ``view``, which the broker has reported."""
     if view["devices"]:
         return _some(emulated=bool(view["emulated"]))
     return _none(view.get("problem") or "The GPU pool of this machine has no GPU.")

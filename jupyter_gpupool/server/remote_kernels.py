@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """The sessions of this server's kernels on other machines, as the brokers there report them.
 
-Each question goes through the broker and the agent of this machine, and then through those of the
-other machine. So the server asks a machine at most once a second, and only when the last question
-to this machine has ended. If a machine does not answer, its kernels probably still run. The server
-then shows the last known sessions of that machine, marked as unreachable.
+A question goes through four processes: the broker and the cluster agent of this machine, and then
+the cluster agent and the broker of the other machine. So the server asks a machine at most once a
+second, and only when the last question to that machine has ended. If a machine does not answer, its
+kernels probably still run. The server then shows the last known sessions of that machine, marked as
+unreachable.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from ..errors import Code, GPUPoolError, RefusedError
 from ..protocol import MOST_LOOKED, Message
 from .views import View
 
-#: Between two questions to a machine are at least this many seconds.
+#: Two questions to a machine are at least this many seconds apart.
 LEAST = 1.0
 
-#: This server waits for an answer for this many seconds. If the answer is lost on its way, this
-#: machine's broker would wait for longer.
+#: This server waits at most this many seconds for an answer. An answer can be lost on its way, and
+#: this machine's broker would wait for it longer.
 PATIENCE = 10.0
 
-#: A machine's clock counts as changed if it seems to have moved by more than this many seconds.
-#: Smaller differences come from the time that a message takes.
+#: Each answer shows how far the clocks of the two machines are apart. If this difference changes by
+#: more than this many seconds, a clock was set. Smaller changes come from the time that a message
+#: takes.
 MOVED = 0.5
 
 #: The fields of a session that the views need.
@@ -36,7 +38,7 @@ _NEEDED = frozenset(
     {"id", "kernel_id", "owner", "label", "state", "granted_bytes", "slices", "devices", "request"}
 )
 
-#: The fields that are points in time on the other machine's clock.
+#: The fields of a session that are times on the other machine's clock.
 _TIMES = ("opened_at", "idle_since", "leaves_at", "queued_at", "keep_until", "recall_at")
 
 
@@ -48,14 +50,14 @@ class RemoteKernel(Protocol):
         """The machine of the kernel; "" before a machine is chosen."""
 
     async def look(self, kernels: Sequence[str]) -> Mapping[str, Any]:
-        """Return ``now``, ``sessions`` and ``gpus`` of these kernels."""
+        """Return the machine's ``now``, and the ``sessions`` and ``gpus`` of these kernels."""
 
     async def tell(self, request: str, session: str, fields: Mapping[str, Any]) -> Message:
         """Send a request to that machine's broker; return the answer."""
 
 
 class _MachineAnswers:
-    """The last answers of one machine, and the question to it that is under way."""
+    """The last answers of one machine, and the present question to this machine."""
 
     def __init__(self, node: str, changed: Callable[[], None], log: logging.Logger) -> None:
         self._node = node
@@ -82,7 +84,7 @@ class _MachineAnswers:
             self.question = asyncio.get_running_loop().create_task(self._ask(kernels))
 
     def ask_soon(self) -> None:
-        """Make the next :meth:`ask` ask the machine, even within :data:`LEAST` seconds."""
+        """Let the next :meth:`ask` send a question, even less than :data:`LEAST` seconds later."""
         self._asked = float("-inf")
 
     def close(self) -> None:
@@ -98,7 +100,8 @@ class _MachineAnswers:
     def sessions(self, now: float) -> list[View]:
         """Return the machine's sessions.
 
-        Times are converted to the clock whose present time is ``now``.
+        ``now`` is the present time of this machine's broker. All times in the result are on the
+        same broker's clock.
         """
         shift = now - (time.monotonic() - self._heard) - self._now
         if self._shift is None or abs(shift - self._shift) > MOVED:
@@ -115,7 +118,8 @@ class _MachineAnswers:
                 sessions += list(answer["sessions"])
                 gpus.update({gpu["uuid"]: gpu for gpu in answer["gpus"]})
             for session in sessions:
-                # If a session is malformed, the error is raised here and not later in each view.
+                # Check each session now: a malformed session must not raise an error later, in each
+                # view.
                 self._shown(session, 0.0)
             self._now, self._heard = float(answer["now"]), time.monotonic()
             self._sessions, self._gpus = sessions, [*gpus.values()]
@@ -123,7 +127,8 @@ class _MachineAnswers:
         except asyncio.TimeoutError:
             self._silent = f"{self._node} has not answered for {PATIENCE:g} s."
         except GPUPoolError as error:
-            # A busy machine counts as silent after PATIENCE seconds without an answer.
+            # The code TOO_MANY means that the machine is busy. Such a machine counts as silent only
+            # after PATIENCE seconds without an answer.
             if error.code is not Code.TOO_MANY or time.monotonic() - self._heard > PATIENCE:
                 self._silent = error.message
         except Exception:
@@ -152,8 +157,8 @@ class _MachineAnswers:
             **session,
             **times,
             "queue_length": session.get("queue_length") if queued else None,
-            # The history computes a share of time from these seconds. For another machine, the
-            # server does not know the exact time of each count, so it cannot compute the share.
+            # The history divides these seconds by the time between two counts. The server does not
+            # know the exact times at which another machine counts, so it leaves the seconds out.
             "busy_seconds": None,
             "mine": True,
             "here": True,
@@ -169,7 +174,7 @@ class RemoteKernels:
     Parameters
     ----------
     kernels:
-        Returns this server's kernels on other machines, by their ids.
+        Returns this server's kernels on other machines, by kernel id.
     changed:
         Called when a machine's answer differs from its last answer.
     """
@@ -204,7 +209,8 @@ class RemoteKernels:
 
         Each session has the fields of a session on this machine and three more: ``machine``;
         ``gpus``, the GPUs that it uses; and ``unreachable``, the reason why its machine does not
-        answer, or "". Times are converted to the clock whose present time is ``now``.
+        answer, or "". ``now`` is the present time of this machine's broker. All times in the result
+        are on the same broker's clock.
         """
         where = self.where()
         return [

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The pool's part of ``/metrics``: this server's kernels only, in Prometheus' base units.
 
-The metrics are in Prometheus' default registry, which the server shows. Each snapshot sets the
-gauges. The histograms contain figures from the broker's journal since this server began to watch.
+The metrics are in Prometheus' default registry. Jupyter Server serves this registry. Each snapshot
+sets the gauges. The histograms contain figures from the broker's journal since this server began to
+watch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ALL = (UP, SESSIONS, GRANTED, USED, SUSPENDED, *DURATIONS.all)
 
 
 def show(sessions: Iterable[Mapping[str, Any]]) -> None:
-    """Set all gauges from these sessions, and remove the values of other sessions."""
+    """Set the gauges to the sums over these sessions, and drop all earlier values."""
     counts: dict[str, int] = defaultdict(int)
     suspended: dict[str, int] = defaultdict(int)
     granted: dict[tuple[str, str], int] = defaultdict(int)

@@ -8,14 +8,15 @@ from typing import Any, Callable, Collection, Iterable, Mapping
 
 View = dict[str, Any]
 
-#: Fields of the snapshot that the user interface gets. The others are for admins on the machine.
+#: The fields of the snapshot that the user interface gets. The other fields are for admins on the
+#: machine.
 _SHOWN = (
     *("version", "now", "emulated", "machine", "clustered", "problem", "devices", "sessions"),
     *("queue_length", "host", "settings", "limits", "maintenance", "admin"),
 )
 
-#: Fields of an admin's order that users see. Only the command line also lists what the order waits
-#: for.
+#: The fields of an admin's order that users see here. The command line shows one field more: what
+#: the order waits for.
 _OF_ORDERS = ("kind", "device", "reason", "by", "since", "closed")
 
 #: Fields of other users' sessions that a user sees. They are enough to explain the use of the
@@ -25,8 +26,8 @@ _OF_OTHERS = (
     *("asks", "waits_for", "queued_at"),
 )
 
-#: Figures that grow with time. If only these figures change, the server publishes nothing, because
-#: a client computes them from ``now``.
+#: Figures that grow with time. The server publishes nothing if only such figures change, because a
+#: client computes their present values from ``now``.
 _CLOCKS = frozenset(
     {
         *("idle_seconds", "wait_seconds_total", "attached_seconds_total", "busy_seconds"),
@@ -35,20 +36,21 @@ _CLOCKS = frozenset(
     }
 )
 
-#: The server publishes a daily budget again each time the user has spent this part of it, and when
-#: nothing is left.
+#: A step is this part of a daily budget. The server publishes the budget again after each step that
+#: the user spends, and when nothing is left.
 _STEP = 0.01
 
-#: The server publishes the machine's free memory again when it has changed by this many bytes, or
-#: by 5 % if this is less.
+#: The server publishes the machine's free memory again when the free memory has changed by this
+#: many bytes or by 5 %, whichever is less.
 _MOVED = 1 << 30
 
 
 def is_mine(local: Collection[str], user: str) -> Callable[[Mapping[str, Any]], bool]:
     """Return a function that tells whether this server may show a session in full.
 
-    A broker shows all sessions to root and its admins. A server shows the sessions of its own
-    kernels (ids in ``local``) and of its own operating system ``user``.
+    A broker shows root and the admins all sessions in full. Even then, a server shows in full only
+    the sessions of its own kernels (their ids are in ``local``) and of the operating system user
+    ``user`` who runs the server.
     """
 
     def mine(session: Mapping[str, Any]) -> bool:
@@ -114,8 +116,8 @@ def delta(
     """Return the changes from ``old`` to ``new``; None if nothing relevant changed.
 
     In the result, ``devices`` and ``sessions`` contain the changed entries in full, and ``removed``
-    contains the ids of ended sessions. The parameter ``available`` is the machine's free memory
-    that clients last got. If it is None, clients last got the value in ``old``.
+    contains the ids of ended sessions. ``available`` is the value of the machine's free memory that
+    clients last got. None means that clients last got the value in ``old``.
     """
     changes: View = {
         name: new[name]
@@ -145,7 +147,7 @@ def delta(
 
 
 def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Iterable[tuple[str, View]]:
-    """Yield (kind, data) of each event between two views, only about this server's kernels."""
+    """Yield (kind, data) for each event of this server's kernels between two views."""
     # A restarted kernel has a new session, but for its user it is the same kernel.
     before = {s["kernel_id"]: s for s in old["sessions"] if s["here"]} if old else {}
     now = {s["kernel_id"]: s for s in new["sessions"] if s["here"]}
@@ -207,7 +209,7 @@ def _differ(one: Mapping[str, Any], other: Mapping[str, Any], names: Iterable[st
 
 
 def _steps(session: Mapping[str, Any]) -> list[Any]:
-    """Return the share and the budgets of a session, rounded to the steps that are published."""
+    """Return a session's share and budgets, rounded so that each change is worth publishing."""
     return [
         *(
             (part["of"], round(part["used"] * 100), round(part["due"] * 100))

@@ -26,19 +26,19 @@ from .kernel_history import KernelHistory, KernelUsage
 from .remote_kernels import RemoteKernel, RemoteKernels
 from .views import View
 
-#: Between two snapshots are at least this many seconds, because a snapshot of 50 sessions has 40
-#: KiB.
+#: Two snapshots are at least this many seconds apart, because snapshots are large: 40 KiB for 50
+#: sessions.
 LEAST_INTERVAL = 0.05
 
-#: Between two snapshots are at most this many seconds in four cases. First, a kernel of this server
+#: Two snapshots are at most this many seconds apart in four cases. First, a kernel of this server
 #: waits or moves: its place changes when other kernels leave the queue. Second, a client listens,
 #: and a kernel of this server has a slice: the use of the slice changes. Third, a client listens,
 #: and a kernel of this server is on another machine. Fourth, a kernel of this server has just
 #: changed: then one more snapshot follows.
 LIVELY_INTERVAL = 1.0
 
-#: Seconds until the server first tries to reach a broker that does not answer, and the most seconds
-#: between two attempts.
+#: If the broker does not answer, the server tries again after FIRST_RETRY seconds. Each later pause
+#: is twice as long, up to MOST_RETRY seconds.
 FIRST_RETRY, MOST_RETRY = 0.25, 5.0
 
 #: At most this many rows of the journal wait for the next snapshot. Only this snapshot shows which
@@ -74,13 +74,13 @@ class Watch:
     idle_warning:
         Users are warned this many seconds before the pool takes an idle slice.
     slow_resume:
-        The warning is given only if a resume takes at least this many seconds.
+        Users are warned only if the resume will take at least this many seconds, or if its duration
+        is unknown.
     revive:
         Restarts a broker that has died, or raises an error that says why it cannot. Does nothing if
         the broker lives.
     notice:
-        Returns the notice that the broker has another configuration than this server; "" if their
-        configurations are the same.
+        Returns how the broker's configuration differs from this server's; "" if they are equal.
     remote:
         Returns this server's kernels on other machines, by id.
     """
@@ -122,7 +122,8 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._rows: list[Message] = []
-        #: Bytes per second of the last move of a kernel's state, by the kind of row.
+        #: The bytes per second of the last suspend and of the last resume. The key is the kind of
+        #: the journal's row.
         self._speeds: dict[str, float] = {}
         #: The sessions whose idle slice the pool will soon take. The value is True if the server
         #: has warned the session's user.
@@ -150,12 +151,12 @@ class Watch:
         self._wake()
 
     def kernels_changed(self) -> None:
-        """Check again whether the view is needed, because a kernel of this server has ended."""
+        """Check again whether the view is needed: a kernel of this server may have ended."""
         if self._task is not None:
             self._news.set()
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Publish a snapshot (or the reason why there is none) to a client, then each change."""
+        """Publish to a client: a snapshot, or why the broker is away, and then each change."""
         self._subscribers.add(subscriber)
         self._unserved.add(subscriber)
         if self._away is not None:
@@ -210,8 +211,8 @@ class Watch:
     def past(self, *, devices: bool = False) -> View:
         """Return the last minutes of the kernels from this server's memory; ask no broker.
 
-        With ``devices``, the result also has the figures of the devices, of which there may be
-        many.
+        With ``devices``, the result also has the figures of the devices. A machine may have many
+        devices.
         """
         now = time.time() if self._offset is None else time.monotonic() + self._offset
         shown = self._history.shown(round(now, 3), self._kernels(), devices=devices)
@@ -236,7 +237,7 @@ class Watch:
     async def maintain(self, action: str, device: str, reason: str) -> Message:
         """Take a device out of service or put it back.
 
-        The broker checks whether this user may do so.
+        The broker checks whether this user may give the order.
         """
         answer = await self._link.call("maintain", action=action, device=device, reason=reason)
         self._news.set()
@@ -245,7 +246,7 @@ class Watch:
     async def why(self, session: str) -> View:
         """Return why a session waits, or why it may lose its slice.
 
-        :meth:`look` must have shown the session.
+        The caller knows the session from :meth:`look`.
         """
         answer = _plain(await self._ask("why", session))
         if answer.get("clustered") and answer["state"] == "queued":
@@ -273,7 +274,7 @@ class Watch:
         self._news.set()
 
     def stirred(self) -> None:
-        """Note that a session has changed without a row in the journal: a cell began or ended."""
+        """Note a change of a session that has no row in the journal, such as the end of a cell."""
         self._news.set()
 
     def lost(self, error: GPUPoolError) -> None:
@@ -333,12 +334,12 @@ class Watch:
         """Return the seconds from the snapshot ``last`` to the next one if nothing happens."""
         pause = self._interval
         if self._subscribers and last["remote_kernels"]:
-            # Brokers of other machines push nothing to this server.
+            # The brokers of other machines push nothing to this server, so poll them.
             pause = min(pause, LIVELY_INTERVAL)
         settles = self._stirred + LIVELY_INTERVAL - last["now"]
         if settles > 0:
-            # This snapshot may show a state that has already changed, and the history shows this
-            # state until the next snapshot. So the next snapshot must follow soon.
+            # A kernel has just changed, so this snapshot may already be out of date. The history
+            # shows the snapshot's state until the next one, so the next snapshot must follow soon.
             pause = min(pause, settles + LEAST_INTERVAL)
         for session in last["sessions"]:
             if not session["here"]:
@@ -352,7 +353,7 @@ class Watch:
         return pause
 
     def _forget(self) -> None:
-        """Drop the view, because nobody needs it now and it would become old."""
+        """Drop the view: nobody needs it now, and no snapshot replaces it."""
         self._last = self._away = None
         for row in self._rows:
             self._usage.row(row)

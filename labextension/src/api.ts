@@ -23,12 +23,17 @@ export interface IDevice {
   readonly can_suspend: boolean;
   /** The device's own memory. */
   readonly memory_total: number;
-  /** The part that the pool may grant; the driver and the admin reserve the rest. */
+  /**
+   * The bytes that the pool may grant. The driver and the admin reserve the rest of
+   * `memory_total`.
+   */
   readonly memory_capacity: number;
   readonly memory_granted: number;
   /** Used by processes outside the pool. */
   readonly memory_foreign: number;
-  /** Null while the device is out of service. Older servers send a number even then. */
+  /**
+   * Null while the device is out of service, but older servers also send a number then.
+   */
   readonly memory_free: number | null;
   readonly memory_used: number | null;
   /** Percent. */
@@ -53,7 +58,7 @@ export interface ISlice {
   /** The device's UUID. */
   readonly device: string;
   readonly granted_bytes: number;
-  /** Only sent for the user's own sessions; null if not known. */
+  /** Null if not known; missing for another user's session. */
   readonly used_bytes?: number | null;
 }
 
@@ -66,11 +71,11 @@ export interface IAnySession {
   readonly granted_bytes: number;
   readonly device: string | null;
   readonly devices: readonly string[];
-  /** The bytes on each device: the slices of a session grow separately. */
+  /** The session's slice on each of its devices. These slices grow separately. */
   readonly slices: readonly ISlice[];
   readonly queue_position: number | null;
   /**
-   * The bytes that the session asks for on each device, and the number of devices.
+   * What the session asks for: the bytes on each device, and the number of devices.
    * Older servers omit this field.
    */
   readonly asks?: { readonly memory: number; readonly devices: number };
@@ -85,8 +90,8 @@ export interface IAnySession {
    */
   readonly queued_at?: number | null;
   /**
-   * The owner's name. For another user's session, only admins get the name; everybody
-   * else gets the word `other`.
+   * The owner's name. Admins get the name for every session. Other users get it for
+   * their own sessions, and the word `other` for all others.
    */
   readonly owner?: string;
   readonly label?: string;
@@ -115,7 +120,9 @@ export interface ISession extends IAnySession {
   readonly mine: true;
   readonly label: string;
   readonly kernel_id: string;
-  /** If two sessions belong to one kernel, the one that was opened later counts. */
+  /**
+   * If a kernel has two sessions, the extension uses the session that was opened later.
+   */
   readonly opened_at: number;
   readonly attach: 'lazy' | 'cell' | 'manual';
   readonly priority: string;
@@ -125,8 +132,8 @@ export interface ISession extends IAnySession {
   readonly request: IRequest;
   readonly queue_length: number | null;
   /**
-   * The two times, on the broker's clock, between which the wait will probably end;
-   * null if not known.
+   * The earliest and the latest time at which the wait will probably end; null if not
+   * known.
    */
   readonly expected: IExpected | null;
   /** When the present wait began. */
@@ -138,44 +145,44 @@ export interface ISession extends IAnySession {
    */
   readonly preempted?: string;
   /**
-   * Guarantees, shares and budgets of the user and their groups. Older servers omit
-   * this field and the next one.
+   * Sentences about the guarantees, shares and budgets of the user and their groups.
+   * Older servers omit this field and `budgets`.
    */
   readonly standing?: readonly string[];
   readonly budgets?: readonly IBudget[];
   readonly pinned_reason: string;
   readonly idle_seconds: number | null;
   /**
-   * When the pool takes the idle slice back; null if this does not depend on the time
-   * alone.
+   * When the pool takes the idle slice back. Null if the pool does not take it, or if
+   * this depends on more than the time: for example, if other kernels wait.
    */
   readonly leaves_at: number | null;
   /**
-   * Why the pool took the slice while the session was idle; missing or empty if the
-   * pool did not take it.
+   * Why the pool has taken the idle slice of the session; missing or empty if the pool
+   * has not taken it.
    */
   readonly taken_reason?: string;
   /** Whether other sessions wait for the idle slice. */
   readonly wanted: boolean;
   /**
-   * Why the session still has its idle slice, although the time for which an idle slice
-   * is kept is over. One sentence; empty if there is no such reason.
+   * Why the pool does not take the idle slice back, as one sentence: for example, host
+   * memory is full. Empty if there is no such reason.
    */
   readonly stays_reason: string;
   /**
-   * The most bytes that the session may ask for on each device, with its present number
-   * of devices; null if not known.
+   * The most bytes that the session may ask for on each device if it keeps its present
+   * number of devices; null if not known.
    */
   readonly most_bytes: number | null;
   readonly keep_until: number | null;
   /**
-   * Whether a requested release is pending, because the work on the GPU continues.
+   * Whether the user has released the slice, but the slice cannot leave the GPU yet.
    * Older servers omit this field.
    */
   readonly release_asked?: boolean;
   /**
-   * When the pool takes the slice back by an admin's order, even while the slice is
-   * used; null or missing without such an order.
+   * When the pool takes the slice back because an admin has ordered it. The pool takes
+   * it even if it is in use. Null or missing without such an order.
    */
   readonly recall_at?: number | null;
   readonly attached_seconds_total: number;
@@ -183,13 +190,15 @@ export interface ISession extends IAnySession {
   readonly suspends: number;
   readonly resumes: number;
   readonly migrations: number;
-  /** The machine on which the kernel runs; missing if that is this machine. */
+  /**
+   * The machine on which the kernel runs; missing if the kernel runs on this machine.
+   */
   readonly machine?: string;
-  /** The GPUs that the kernel uses on that machine. */
+  /** The GPUs that the kernel uses on `machine`. */
   readonly gpus?: readonly INamedDevice[];
   /**
-   * Empty if that machine answers. Otherwise it says why the machine does not answer,
-   * and all fields are old.
+   * Why `machine` does not answer. If this field is not empty, all fields of the
+   * session are old.
    */
   readonly unreachable?: string;
 }
@@ -200,8 +209,8 @@ export interface ILimits {
   readonly devices: number;
   readonly max_wait: number | null;
   /**
-   * The longest time for which a user may keep an idle slice; older servers omit this
-   * field.
+   * The longest time, in seconds, for which a user may keep an idle slice. Older
+   * servers omit this field.
    */
   readonly max_keep?: number;
   readonly priorities: readonly string[];
@@ -227,15 +236,16 @@ export interface IPool {
   readonly emulated: boolean;
   readonly machine: string;
   /**
-   * Whether the machine is in a cluster: see `PoolClient.machines`. Older servers omit
-   * it.
+   * Whether this machine belongs to a cluster. `PoolClient.machines` fetches the
+   * machines of the cluster. Older servers omit this field.
    */
   readonly clustered?: boolean;
   readonly devices: readonly IDevice[];
   readonly sessions: readonly (ISession | IAnySession)[];
   readonly queue_length: number;
   /**
-   * By kernel id: the machine of each kernel that this server runs on another machine.
+   * Maps a kernel's id to the name of its machine. The map has only the kernels that
+   * this server runs on another machine.
    */
   readonly remote_kernels?: Readonly<Record<string, string>>;
   readonly host: {
@@ -256,7 +266,8 @@ export interface IPool {
   /** Whether the user of this server is an admin of the pool. */
   readonly admin?: boolean;
   /**
-   * How the broker's configuration differs from this server's, and how to change it.
+   * Which of this server's `c.GPUPool` options are not in force, where the options in
+   * force come from, and how to change them. Empty if all are in force.
    */
   readonly configuration_notice?: string;
 }
@@ -272,31 +283,37 @@ export type Delta = Partial<IPool> & {
 export interface IHolder {
   /** The id of the session that holds the slice. */
   readonly session: string;
-  /** Whether that session belongs to the same user. */
+  /** Whether that session belongs to the user of the waiting kernel. */
   readonly own: boolean;
   readonly bytes: number;
   readonly use: 'busy' | 'idle' | 'leaving';
 }
 
-/** The broker's plan for a kernel; the fields that this extension uses. */
+/**
+ * The broker's plan for a kernel. The type has only the fields that this extension
+ * uses.
+ */
 export interface IExplanation {
-  /** Why the kernel waits, or who may take its slice, one sentence each. */
+  /** Sentences that say why the kernel waits, or who may take its slice. */
   readonly lines: readonly string[];
   /**
-   * The line about the time of the wait, which the page updates each second; empty or
-   * missing if there is none.
+   * The one of `lines` that gives the time of the wait. The page updates this line each
+   * second. Empty or missing if no line gives the time.
    */
   readonly time_line?: string;
-  /** Guarantees, shares and daily budgets of its user and groups. */
+  /**
+   * Sentences about the guarantees, shares and budgets of the kernel's user and groups.
+   */
   readonly standing: readonly string[];
   /**
-   * Only for a kernel that waits in a cluster: sentences about the other machines, with
-   * what they have and what they lack.
+   * Sentences about what the other machines of the cluster have and what they lack.
+   * Only a kernel that waits in a cluster has this field.
    */
   readonly machines?: readonly string[];
   /**
-   * The bytes on each GPU with which the waiting kernel could start now; null if there
-   * is no such size. Older servers omit this field and the next one.
+   * If the waiting kernel asked for only this many bytes on each GPU, it could start
+   * now. Null if it could start with no size. Older servers omit this field and
+   * `holders`.
    */
   readonly starts_with_bytes?: number | null;
   readonly holders?: readonly IHolder[];
@@ -312,8 +329,8 @@ export interface IHistory {
         readonly time: readonly number[];
         readonly used: readonly (number | null)[];
         /**
-         * Share of the time since the previous point during which the device was used,
-         * 0 to 1.
+         * For each point: the share (0 to 1) of the time since the previous point in
+         * which the kernel used its device.
          */
         readonly busy: readonly (number | null)[];
       }
@@ -355,8 +372,8 @@ export interface IMachine {
   readonly free: number | null;
   readonly waiting: number | null;
   /**
-   * The GPUs in service: the model, and the bytes that the pool could grant without a
-   * preemption.
+   * For each GPU in service: its model, and the bytes that the pool could grant on it
+   * without a preemption.
    */
   readonly gpus: readonly { readonly name: string; readonly free: number }[] | null;
   /** Number of this user's sessions on that machine. */
@@ -407,7 +424,7 @@ export interface IAdminSession {
   readonly footprint_bytes: number | null;
   readonly suspended_bytes: number;
   /**
-   * Seconds of `counted_seconds` in which the session used CUDA; null without a guard.
+   * For how many of the `counted_seconds` the session used CUDA; null without a guard.
    */
   readonly busy_seconds: number | null;
   readonly counted_seconds: number;
@@ -441,8 +458,8 @@ export interface INotice {
 }
 
 /**
- * A warning that the pool will soon take an idle slice. The server sends it if the
- * resume will be slow, or if the time of the resume is not known.
+ * A warning that the pool will soon take an idle slice. The server sends a warning only
+ * if the later resume will be slow, or if the time that the resume needs is not known.
  */
 export interface IIdleWarning {
   readonly kernel_id: string;
@@ -478,7 +495,8 @@ export class PoolError extends Error {
 }
 
 /**
- * Milliseconds until a request fails: a lost network does not always cause an error.
+ * Milliseconds after which a query without an answer fails. The browser does not always
+ * report that the network is lost.
  */
 export const PATIENCE = 20_000;
 
@@ -551,7 +569,10 @@ export class PoolClient {
     return this._ask(`${session(kernel)}/keep`, 'POST', { seconds });
   }
 
-  /** Interrupt a kernel of this server: its cell stops waiting. */
+  /**
+   * Interrupt a kernel of this server. A cell that waits for a slice then stops
+   * waiting.
+   */
   async interrupt(kernel: string): Promise<void> {
     try {
       await KernelAPI.interruptKernel(kernel, this.settings);
@@ -564,8 +585,8 @@ export class PoolClient {
   private async _ask<T>(path: string, method = 'GET', body?: object): Promise<T> {
     const url = URLExt.join(this.settings.baseUrl, 'gpupool', 'api', path);
     const given = new AbortController();
-    // A query has a time-out, because it can be repeated. An action has none, because
-    // it may take long.
+    // Only a query (GET) has a time-out, because the page can repeat a query. An action
+    // may take long.
     const giveUp = () => given.abort(new Error(`No answer in ${PATIENCE / 1000} s.`));
     const timer = method === 'GET' ? setTimeout(giveUp, PATIENCE) : undefined;
     const init = {
@@ -591,8 +612,8 @@ export class PoolClient {
       return answer as T;
     }
     if (response.ok) {
-      // If the server has redirected the request to a login page, this page is the
-      // answer.
+      // The answer is not JSON. Probably the server has redirected the request to its
+      // login page, so the answer is that page.
       throw new PoolError(
         'The answer of the Jupyter server is not one of the GPU pool.',
         'unknown',

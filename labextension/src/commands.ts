@@ -28,7 +28,9 @@ export namespace CommandIDs {
   export const refresh = 'gpupool:refresh';
   /** The panel's own command. */
   export const showPanel = 'gpupool:show-panel';
-  /** The popover's command: the popover has a better form for memory than a dialog. */
+  /**
+   * The command that opens the popover. Its form for memory is better than a dialog.
+   */
   export const open = 'gpupool:open';
 }
 
@@ -46,14 +48,14 @@ export interface IOptions {
 type Args = ReadonlyPartialJSONObject;
 
 /**
- * Add the commands. Each command takes a `kernelId`; the default is the kernel of the
- * document in front.
+ * Add the commands. The argument `kernelId` chooses the kernel of a command; the
+ * default is the kernel of the document in front.
  */
 export function addCommands(options: IOptions): void {
   const { commands, model, settings, trans } = options;
   const { client } = model;
 
-  /** The kernel that the arguments choose, if it belongs to the pool. */
+  /** Return the id of the kernel that `args` chooses; null if it is not in the pool. */
   const kernel = (args: Args): string | null => {
     const id =
       typeof args['kernelId'] === 'string' ? args['kernelId'] : options.active();
@@ -73,7 +75,9 @@ export function addCommands(options: IOptions): void {
   const waits = (kernelId: string): boolean =>
     model.session(kernelId)?.state === 'queued';
 
-  /** Add a command for one kernel; it is enabled only if the kernel's state fits. */
+  /**
+   * Add a command for one kernel. It is enabled only if `fits` is true for the kernel.
+   */
   const add = (
     id: string,
     label: (args: Args) => string,
@@ -115,7 +119,8 @@ export function addCommands(options: IOptions): void {
     trans.__('Ask the GPU pool to change the size of this kernel’s slice'),
     async kernelId => {
       const { open } = CommandIDs;
-      // The popover can open only beside a visible chip or status item of this kernel.
+      // Open the popover if this kernel has a visible chip or status item. Otherwise
+      // show a dialog.
       if (
         commands.hasCommand(open) &&
         commands.isEnabled(open, { kernelId }) &&
@@ -166,7 +171,8 @@ export function addCommands(options: IOptions): void {
     async (kernelId, args) => {
       const time = seconds(args);
       if (time === null) {
-        // Send nothing without a positive number, because 0 would end a keep.
+        // The user's time is not a positive number. Send no request, because a request
+        // with 0 would end a keep.
         tellRefusal(
           trans,
           new Error(
@@ -214,8 +220,8 @@ export function addCommands(options: IOptions): void {
       await model.refresh();
       const { status, code, message, nextStep } = model.broker;
       if (status === 'away' && !model.live && noBroker(code)) {
-        // An absent broker is normal here, because a broker ends when no kernel needs
-        // it.
+        // No pooled kernel runs on this server. So an absent broker is normal: a broker
+        // ends when no kernel needs it.
         tellCalmly(
           trans.__('The pool starts when the first Pooled GPU kernel starts.')
         );
@@ -232,7 +238,10 @@ function titled(text: string): string {
   return text.replace(/ (\p{L})/gu, (_, letter: string) => ` ${letter.toUpperCase()}`);
 }
 
-/** Bytes that the user types as GiB or with a unit; null if the user cancels. */
+/**
+ * Ask the user for a size, in GiB or with a unit. Resolves to its bytes, or to null if
+ * the user cancels.
+ */
 async function askMemory(
   model: IPoolModel,
   kernelId: string,
@@ -259,7 +268,7 @@ async function askMemory(
       return null;
     }
     if (now !== null && value === written) {
-      return now; // the shown text may have fewer digits than the exact size
+      return now; // the text is unchanged, and `now` may have more digits
     }
     const read = readSize(trans, value, most);
     if ('size' in read) {

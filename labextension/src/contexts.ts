@@ -15,7 +15,9 @@ export function contextOf(widget: Widget | null): ISessionContext | null {
   return has?.sessionContext ?? has?.context?.sessionContext ?? null;
 }
 
-/** The context of a kernel among these widgets; null if no widget shows the kernel. */
+/**
+ * Return the context of the widget that shows the kernel; null if no widget shows it.
+ */
 export function contextFor(
   widgets: Iterable<Widget>,
   kernelId: string

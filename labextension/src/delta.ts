@@ -10,7 +10,7 @@ type Session = ISession | IAnySession;
 const uuid = (device: IDevice): string => device.uuid;
 const id = (session: Session): string => session.id;
 
-/** The view after a delta; unchanged parts are the same objects as before. */
+/** Return the view after a delta. It shares the unchanged parts with the old view. */
 export function applyDelta(view: IPool, delta: Delta): IPool {
   const { removed = [], devices = [], sessions = [], ...rest } = delta;
   return {
@@ -21,7 +21,7 @@ export function applyDelta(view: IPool, delta: Delta): IPool {
   };
 }
 
-/** One change that combines two changes; `second` is the later one. */
+/** Combine two changes into one change; `second` is the later change. */
 export function mergeChanges(first: Change, second: Change): Change {
   if (first.all || second.all) {
     return { all: true };
@@ -46,7 +46,10 @@ export function mergeChanges(first: Change, second: Change): Change {
   };
 }
 
-/** The new list: changed entries keep their places, new entries come last. */
+/**
+ * Return the list after a change. Changed entries keep their places, new entries are
+ * last.
+ */
 function replace<T>(
   entries: readonly T[],
   changed: readonly T[],

@@ -19,8 +19,8 @@ export const INTERVAL = 5000;
 export const HOUR_INTERVAL = 30_000;
 
 /**
- * Fetches only while a widget needs the history (see `hold`), a Pooled GPU kernel runs,
- * and the page is visible.
+ * Fetches the history while three conditions are met: a widget needs it (see `hold`), a
+ * Pooled GPU kernel runs, and the page is visible.
  */
 export class History implements IDisposable {
   constructor(private readonly _model: IPoolModel) {
@@ -87,8 +87,8 @@ export class History implements IDisposable {
   private async _ask(): Promise<void> {
     const latest = await this._model.client.history();
     const due = this._asked + HOUR_INTERVAL <= performance.now();
-    // Older servers cannot answer the request for the last hour. If the broker is away,
-    // the model reports the reason.
+    // Ignore an error of this request. Older servers cannot answer it, and if the
+    // broker is away, the model reports that.
     const hour = due ? await this._model.client.hour().catch(() => null) : this._hour;
     if (!this.isDisposed) {
       this._asked = due ? performance.now() : this._asked;

@@ -2,15 +2,14 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * The plugins, one for each place in the user interface, with the services that they use.
+ * All plugins of this extension, one for each place in the user interface.
  *
- * The settings' plugin and the model's plugin come first. The others follow in the
- * order of the folders.
+ * The list begins with the settings and the model, which most other plugins use.
  */
 import type { JupyterFrontEndPlugin } from '@jupyterlab/application';
 
-// The settings' schema names the logo, so import the module that makes and registers
-// it.
+// The settings' schema refers to the logo by its name. This module makes and registers
+// the logo.
 import './icons';
 import { modelPlugin } from './model';
 import { panelPlugin } from './panel';

@@ -1,12 +1,17 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** How long an idle slice is kept: the user's time, but at most the pool's limit. */
+/**
+ * How long an idle slice is kept: as long as the user wants, but at most the pool's
+ * limit.
+ */
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IPool } from './api';
 
-/** The seconds of a keep; null if the user's `minutes` is not a positive number. */
+/**
+ * Return for how many seconds a slice is kept; null if `minutes` is no positive number.
+ */
 export function keepSeconds(minutes: unknown, view: IPool | null): number | null {
   const most = view?.limits.max_keep ?? Infinity;
   const wanted = typeof minutes === 'number' ? minutes * 60 : NaN;

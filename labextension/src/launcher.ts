@@ -2,8 +2,8 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * A pooled kernel's tile, which says what the kernel does and how much memory is free.
- * Without a GPU, it says what to do.
+ * The launcher's tile of a pooled kernel. The tile says what the kernel does and how
+ * much memory is free. On a machine without a GPU, the tile says what to do.
  */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ILauncher } from '@jupyterlab/launcher';
@@ -19,15 +19,17 @@ import { IPoolModel } from './tokens';
 import { bytes, part } from './words';
 
 /**
- * The command that makes a notebook or console with a pooled kernel, or says why it
- * cannot.
+ * The command of the tile. It makes a notebook or console with a pooled kernel. On a
+ * machine without a GPU, it says why that is not possible.
  */
 export const NEW = 'gpupool:new';
 
-/** The kernelspec of this package; `jupyter gpupool wrap` makes others. */
+/**
+ * This package's own kernelspec. `jupyter gpupool wrap` makes more pooled kernelspecs.
+ */
 const OWN = 'gpupool-python3';
 
-/** JupyterLab's commands behind its tiles; their arguments name a kernel. */
+/** The commands of JupyterLab's own tiles. Their arguments contain a kernel's name. */
 const CREATE: ReadonlySet<string> = new Set(['notebook:create-new', 'console:create']);
 
 /** Milliseconds after which a launcher asks the pool again how much is free. */
@@ -80,7 +82,10 @@ export function tile(trans: TranslationBundle, name: string, model: Pool): strin
   return [first.join(' '), ...more].join('\n');
 }
 
-/** The best kernel outside the pool with the same language as the pooled kernel. */
+/**
+ * Return a kernel outside the pool with the same language as the pooled kernel `name`:
+ * if possible, JupyterLab's default kernel.
+ */
 export function otherKernel(
   model: Pick<IPoolModel, 'isPooled'>,
   specs: KernelSpec.ISpecModels | null,
@@ -105,10 +110,11 @@ function kernelOf(args: ReadonlyPartialJSONObject): string {
 type Item = ILauncher.IItemOptions;
 
 /**
- * The pool's own item in place of JupyterLab's item for a pooled kernel, or null.
+ * Return the pool's own launcher item if JupyterLab's `item` is for a pooled kernel;
+ * otherwise null.
  *
- * A kernel on another machine keeps JupyterLab's item: the free memory or the missing
- * GPU of this machine say nothing about that kernel.
+ * A kernel on another machine keeps JupyterLab's item, because the free memory and the
+ * missing GPU of this machine do not matter to that kernel.
  */
 export function ownItem(
   model: Pick<IPoolModel, 'isPooled' | 'isRemote'>,
@@ -158,7 +164,8 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
             : kernelspecs.specs?.kernelspecs[name]?.display_name;
         return tile(trans, shown ?? trans.__('Pooled GPU'), model);
       },
-      // JupyterLab uses the icon of the first tile for the whole section.
+      // Use the icon of JupyterLab's own command, because JupyterLab shows the icon of
+      // the first tile also beside the title of the section.
       icon: args => {
         const create = args['gpupoolCommand'];
         return typeof create === 'string' ? commands.icon(create, args) : logoIcon;
@@ -219,16 +226,19 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
   }
 };
 
-/** A launcher with its items; it draws them again when `stateChanged` is emitted. */
+/**
+ * The launcher's model. The launcher draws its items again when the model emits
+ * `stateChanged`.
+ */
 type Model = ILauncher & {
   items(): Iterable<Item>;
   readonly stateChanged?: Signal<unknown, void>;
 };
 
 /**
- * Show the pool's own tile in place of JupyterLab's tile. Two tiles for one kernel
- * would confuse users. On a machine without a GPU, JupyterLab's tile explains nothing
- * and fails.
+ * Replace JupyterLab's tile of a pooled kernel by the pool's own tile. On a machine
+ * without a GPU, JupyterLab's tile would fail without an explanation. With both tiles,
+ * users would not know which one to use.
  */
 export function replaceTiles(model: IPoolModel, launcher: Model): void {
   const items = launcher.items.bind(launcher);
@@ -244,7 +254,8 @@ export function replaceTiles(model: IPoolModel, launcher: Model): void {
       }
       return known ?? item;
     });
-    // A page without a pooled kernel gets no messages from the pool, so ask.
+    // While no pooled kernel runs, the pool sends no messages to the page. So request
+    // the view, because the tile shows the free memory.
     if (!model.live && shown.some(item => item.command === NEW)) {
       const now = performance.now();
       if (now - asked > AGAIN) {

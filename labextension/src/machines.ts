@@ -10,14 +10,15 @@ import type { IMachines, IPool } from './api';
 import type { IPoolModel } from './tokens';
 
 /**
- * Milliseconds between two requests: each may need a message to the cluster's ledger.
+ * Milliseconds between two requests. Each request may cost the server a message to the
+ * cluster's ledger.
  */
 export const INTERVAL = 10_000;
 
 /**
- * Fetches the machines in a cluster, while a widget needs them (see `hold`) and the
- * page is visible. It fetches them repeatedly while a Pooled GPU kernel runs. Otherwise
- * it fetches them once for each new view of the pool.
+ * Fetches the machines of the cluster while a widget needs them (see `hold`) and the
+ * page is visible. While a Pooled GPU kernel runs, they are fetched repeatedly. While
+ * none runs, they are fetched once for each new view of the pool.
  */
 export class Machines implements IDisposable {
   constructor(
@@ -86,8 +87,8 @@ export class Machines implements IDisposable {
   private async _ask(): Promise<void> {
     try {
       const found = await this._model.client.machines();
-      // If the broker is away by now, drop the figures, because no later event would
-      // remove them.
+      // The broker may have gone away during the request. In that case show no figures,
+      // because no later event would remove them.
       this._set(this._there() ? found : null);
     } catch (error) {
       // Show no figures, because old figures would look like new figures.
@@ -106,7 +107,10 @@ export class Machines implements IDisposable {
   private readonly _poll: Poll<void>;
   private _holders = 0;
   private _asking = false;
-  /** The last view for which the machines were fetched while no pooled kernel ran. */
+  /**
+   * The view that `_update` has handled last; null if no widget needed the machines
+   * then.
+   */
   private _seen: IPool | null = null;
   private _latest: IMachines | null = null;
 }

@@ -7,8 +7,8 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IOrder, IPool } from './api';
 
 /**
- * The admin's order that stops all grants of slices now; null if a device is in
- * service.
+ * Return an admin's order if admins have taken all devices out of service; null if a
+ * device is in service.
  */
 export function pauseOf(view: IPool | null): IOrder | null {
   const orders = view?.maintenance ?? [];
@@ -32,8 +32,8 @@ export function byAdmin(trans: TranslationBundle, order: IOrder): string {
 }
 
 /**
- * A sentence that says what is out of service, since when and why, and who gave the
- * order.
+ * Return a sentence about an order: which devices are out of service, since when and
+ * why, and who gave the order.
  */
 export function orderText(
   trans: TranslationBundle,

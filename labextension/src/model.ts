@@ -20,15 +20,15 @@ import type { Change, IBroker } from './tokens';
 import { IPoolModel, isMine, PROVISIONER, REMOTE_PROVISIONER } from './tokens';
 
 /**
- * The steady clock stops while the computer sleeps, and the wall clock does not. If the
- * wall clock advances more milliseconds than this beyond the steady clock, the computer
+ * While the computer sleeps, the steady clock stops and the wall clock runs on. If the
+ * wall clock gains more than this many milliseconds on the steady clock, the computer
  * was asleep.
  */
 const SLEPT = 2000;
 
 /**
- * Milliseconds from the end of the last pooled kernel to the last request. In this time
- * the broker learns of the end.
+ * The page sends one last request this many milliseconds after its last pooled kernel
+ * has ended. In this time the broker learns that the kernel has ended.
  */
 export const LAST_LOOK = 1000;
 
@@ -41,7 +41,7 @@ export class PoolModel implements IPoolModel {
     this._found = foundAtLoad();
     this._stream = new EventStream(_services.serverSettings, {
       message: message => this._onMessage(message),
-      // A refused websocket gives no reason, so send a request. Its answer has the
+      // A websocket that fails gives no reason. The answer to a request contains the
       // reason.
       failed: () => void this.refresh(),
       ask: () => this.refresh()
@@ -101,8 +101,8 @@ export class PoolModel implements IPoolModel {
     if (this._view === null) {
       return Date.now() / 1000;
     }
-    // The steady clock stops while the computer sleeps. The wall clock jumps when it is
-    // set.
+    // Use the steady clock, because the wall clock jumps when it is set. If the
+    // computer was asleep, use the wall clock, because the steady clock stopped.
     const steady = performance.now() - this._received.steady;
     const wall = Date.now() - this._received.wall;
     return this._view.now + (wall > steady + SLEPT ? wall : steady) / 1000;
@@ -124,7 +124,8 @@ export class PoolModel implements IPoolModel {
   }
 
   session(kernelId: string): ISession | null {
-    // A restarted kernel has a new session, and for a moment the old session, too.
+    // After a restart, a kernel has two sessions for a moment: the old one and the new
+    // one.
     let newest: ISession | null = null;
     for (const session of this._view?.sessions ?? []) {
       if (
@@ -179,8 +180,8 @@ export class PoolModel implements IPoolModel {
         return true;
       }
     }
-    // JupyterLab knows a session of this page at once, but lists its kernel only after
-    // the next request.
+    // If this page starts a kernel, JupyterLab lists its session at once, but lists the
+    // kernel only after its next request to the server.
     for (const { kernel } of sessions.running()) {
       if (kernel && this.isPooled(kernel.name)) {
         return true;
@@ -204,7 +205,7 @@ export class PoolModel implements IPoolModel {
         this._noticed.emit(message.data);
         break;
       case 'broker':
-        // If the broker is back, the next snapshot shows it.
+        // If the broker is back, the server sends a snapshot, which updates the model.
         if (!message.available) {
           const { code = '', message: why = '', next_step: next = '' } = message;
           this._setAway(why, nextStep(this._trans, code, next), code);
@@ -244,8 +245,8 @@ export class PoolModel implements IPoolModel {
       return;
     }
     if (this._stream.heard && error instanceof PoolError && error.code === 'network') {
-      // After a failed request, the websocket is most likely dead, too, although no
-      // event has reported it.
+      // The server does not answer requests. So the websocket has most likely lost its
+      // connection, too, although no event has reported that.
       this._stream.again();
     }
     if (!this._stream.heard) {
@@ -293,7 +294,7 @@ export class PoolModel implements IPoolModel {
     ];
   }
 
-  /** Signal a change in the next frame, together with all changes until that frame. */
+  /** Emit `changed` in the next frame, once for all changes before that frame. */
   private _emit(change: Change): void {
     const waiting = this._pending !== null;
     this._pending = this._pending ? mergeChanges(this._pending, change) : change;
@@ -337,14 +338,16 @@ export namespace PoolModel {
   >;
 }
 
-/** The HTTP status for a user who is not logged in, or not allowed. */
+/**
+ * HTTP status codes: 401 if the user is not logged in, 403 if the user is not allowed.
+ */
 const DENIED: ReadonlySet<number> = new Set([401, 403]);
 
 const UP: IBroker = { status: 'up', message: '', nextStep: '' };
 
 /**
- * What the server knew about a GPU when it sent this page. Defaults if the page does
- * not say it.
+ * Return what the server wrote into this page about its GPU; defaults if it wrote
+ * nothing.
  */
 function foundAtLoad(): IPoolModel['found'] {
   try {

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Warns that an idle kernel soon loses its slice, if its resume is slow. */
+/** Warns that an idle kernel will soon lose its slice, if its resume will be slow. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { Notification } from '@jupyterlab/apputils';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
@@ -16,18 +16,21 @@ import { allOf, followPool, tell } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
 import { about, bytes, localTime, timeOfDay } from './words';
 
-/** The most characters of a document's name: JupyterLab shows 140 per notification. */
+/**
+ * A longer document name is cut to this many characters, because JupyterLab shows only
+ * 140 characters of a notification.
+ */
 const NAME = 28;
 
 /**
- * If the times of two warnings differ by fewer seconds than this, the server has sent
- * the same warning twice.
+ * Two warnings about one kernel count as the same warning if the times at which the
+ * slice leaves differ by fewer seconds than this.
  */
 const SAME = 1;
 
 /**
- * The text of a warning; `name` is the name of the document. A shown text is not
- * updated.
+ * The text of a warning; `name` is the name of the document. The text has a time of day
+ * and no count-down, because a shown text is not updated.
  */
 export function warning(
   trans: TranslationBundle,
@@ -93,8 +96,8 @@ export class IdleWarnings implements IDisposable {
     const at = session?.leaves_at ?? this._model.now() + warned.seconds_left;
     const shown = this._shown.get(kernelId);
     if (shown && Math.abs(shown.at - at) < SAME) {
-      // The server sends the warning again to a page that reconnects, and the user may
-      // have closed it.
+      // When the page reconnects, the server sends the warning again. Do not show it
+      // again, because the user may have closed it.
       return;
     }
     this._take(kernelId);
@@ -128,7 +131,10 @@ export class IdleWarnings implements IDisposable {
     this._shown.set(kernelId, { id, at, leavesAt: session?.leaves_at ?? null });
   };
 
-  /** Remove a warning if the slice was used again, kept, pinned or taken. */
+  /**
+   * Remove each warning that is no longer true, because the slice was used again, kept,
+   * pinned or taken.
+   */
   private readonly _onChanged = (): void => {
     for (const [kernelId, { leavesAt }] of [...this._shown]) {
       const session = this._model.session(kernelId);

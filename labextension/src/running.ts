@@ -2,8 +2,8 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * The pool's kernels in the list of running kernels: each slice, and a way to release
- * it.
+ * Adds the pool's kernels to JupyterLab's list of running kernels, with a button to
+ * release each slice.
  */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import type { IRunningSessions } from '@jupyterlab/running';
@@ -84,12 +84,16 @@ export class RunningSlices implements IRunningSessions.IManager {
       // The list has room for only a few letters beside a name.
       detail: () => (said().counts ? said().still : said().short),
       open: () => this._documents.open(session.kernel_id),
-      // A kernel that waits, or is in host memory, has no slice to release.
+      // Only a session with a slice gets the button to release it. A kernel that waits
+      // or is in host memory has no slice.
       ...(HOLDS.has(session.state) && { shutdown: () => this._release(session) })
     };
   }
 
-  /** The texts without a count-down, because this list is not drawn each second. */
+  /**
+   * The texts of a session. They have no count-down (`leaves_at` is null), because this
+   * list is not drawn each second.
+   */
   private _said(session: ISession): ISaid {
     const { view } = this._model;
     const still = { ...session, leaves_at: null };
@@ -102,8 +106,8 @@ export class RunningSlices implements IRunningSessions.IManager {
   }
 
   /**
-   * Draw only after a change that this list shows: most changes of the pool concern
-   * other kernels.
+   * Draw the list only if a state or text in it has changed. Most changes of the pool
+   * concern other kernels.
    */
   private readonly _onChanged = (): void => {
     const shown = this._sessions()

@@ -22,7 +22,7 @@ const DEFAULTS = {
 };
 
 export class PoolSettings implements IPoolSettings {
-  /** Use the loaded settings of the user, and follow their changes. */
+  /** Take the values from the user's settings, now and after each change of them. */
   follow(settings: ISettingRegistry.ISettings): void {
     const update = () => {
       this._values = { ...DEFAULTS, ...settings.composite };
@@ -41,8 +41,8 @@ export class PoolSettings implements IPoolSettings {
   }
 
   get keepMinutes(): number {
-    // Round the value, because the server counts whole minutes. So the page shows the
-    // same value that it requests.
+    // The server counts whole minutes. So round the value here: the page then shows the
+    // same number that it sends.
     return Math.max(1, Math.round(this._values.keepMinutes));
   }
 
@@ -63,7 +63,7 @@ export const settingsPlugin: JupyterFrontEndPlugin<IPoolSettings> = {
   activate: (_, registry: ISettingRegistry | null): IPoolSettings => {
     const settings = new PoolSettings();
     if (registry) {
-      // The defaults apply until the settings are loaded, and if they cannot be loaded.
+      // The defaults apply until the settings are loaded. They remain if loading fails.
       registry.load(ID).then(
         loaded => settings.follow(loaded),
         (error: unknown) => console.error('GPU pool: no settings', error)

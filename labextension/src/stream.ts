@@ -33,8 +33,8 @@ export interface IListener {
    */
   failed(): void;
   /**
-   * Called while the page is hidden, to send a request in place of the closed
-   * websocket.
+   * Called repeatedly while the page is hidden. The websocket is closed in this time,
+   * so the listener sends a request.
    */
   ask(): Promise<void>;
 }
@@ -46,21 +46,21 @@ export const HIDDEN_AFTER = 10_000;
 export const HIDDEN_INTERVAL = 60_000;
 
 /**
- * If a websocket closes this many milliseconds or more after its first message, the
- * back-off starts from the first pause.
+ * A websocket counts as stable this many milliseconds after its first message. When a
+ * stable websocket closes, the back-off starts again from the shortest pause.
  */
 export const LASTING = 30_000;
 
 /**
- * Milliseconds between two checks of the clock. If more than `SLEPT` pass between two
- * checks, the computer was asleep.
+ * The clock is checked every `LOOK_INTERVAL` milliseconds. If the clock has advanced by
+ * more than `SLEPT` milliseconds between two checks, the computer was asleep.
  */
 const LOOK_INTERVAL = 15_000;
 const SLEPT = 45_000;
 
 /**
- * Milliseconds until the next attempt, after `failures` failed attempts in a row: 1 to
- * 2 s at first, 15 to 30 s in the end.
+ * Return the milliseconds to the next attempt after `failures` failed attempts in a
+ * row. The pause is 1 to 2 s at first, and grows to 15 to 30 s.
  */
 export function pause(failures: number, random: number): number {
   return 1000 * Math.min(2 ** failures, 15) * (1 + random);
@@ -69,8 +69,8 @@ export function pause(failures: number, random: number): number {
 /**
  * Keeps the websocket open while `wanted` is true and the page is visible.
  *
- * While the page is hidden, it sends a request every `HIDDEN_INTERVAL` instead. While
- * `wanted` is false, it sends nothing.
+ * While the page is hidden, the websocket is closed, and a request is sent every
+ * `HIDDEN_INTERVAL` milliseconds. While `wanted` is false, nothing is sent.
  */
 export class EventStream implements IDisposable {
   constructor(
@@ -181,8 +181,8 @@ export class EventStream implements IDisposable {
       const slept = Date.now() - last > SLEPT;
       last = Date.now();
       if (slept) {
-        // The server has most likely closed the connection, and no event has reported
-        // it.
+        // While the computer was asleep, the server has most likely closed the
+        // connection. No event has reported that.
         this.again();
       }
     }, LOOK_INTERVAL);

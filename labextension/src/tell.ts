@@ -10,20 +10,23 @@ import { Widget } from '@lumino/widgets';
 import { PoolError } from './api';
 import type { IBroker } from './tokens';
 
-/** The number of characters of a notification that JupyterLab shows. */
+/** JupyterLab shows this many characters of a notification, and cuts the rest. */
 const SHOWN = 140;
 
 /** Milliseconds for which a result is shown. */
 const RESULT = 5000;
 
 /**
- * Milliseconds for which a notification is shown: `REFUSAL` for a refusal, `OUTAGE` for
- * a request without an answer.
+ * The notification of a refusal is shown for `REFUSAL` milliseconds. The notification
+ * of a request without an answer is shown for `OUTAGE` milliseconds.
  */
 export const REFUSAL = 10_000;
 export const OUTAGE = 60_000;
 
-/** Codes of an absent broker: no process listens, or the process has ended. */
+/**
+ * Codes that mean that no broker answers: the socket does not exist (`no-broker`), or
+ * no broker listens at it, or the connection to the broker has ended.
+ */
 const NO_BROKER: ReadonlySet<string> = new Set(['no-broker', 'broker-unavailable']);
 
 /** Whether a code means that there is no broker. */
@@ -31,14 +34,17 @@ export function noBroker(code: string | undefined): boolean {
   return code !== undefined && NO_BROKER.has(code);
 }
 
-/** Whether a request got no answer; a refusal is an answer. */
+/** Whether the pool has not answered a request. A refusal counts as an answer. */
 export function unanswered(error: unknown): boolean {
   return (
     error instanceof PoolError && (error.code === 'network' || error.status >= 500)
   );
 }
 
-/** The next step after an error: the server's advice, and where to find more help. */
+/**
+ * What the user can do after an error: the server's advice. For a lost broker, a
+ * sentence about its restart comes first.
+ */
 export function nextStep(trans: TranslationBundle, code: string, next: string): string {
   // If the socket is missing (`no-broker`), the server's text already contains this
   // sentence.
@@ -54,7 +60,9 @@ export function nextStep(trans: TranslationBundle, code: string, next: string): 
     : next;
 }
 
-/** A refusal in the server's words, with what to do next. */
+/**
+ * The text for a refused request: the server's message, and what the user can do next.
+ */
 export function refusal(trans: TranslationBundle, error: unknown): string {
   if (error instanceof PoolError) {
     const next = nextStep(trans, error.code, error.nextStep);
@@ -63,15 +71,21 @@ export function refusal(trans: TranslationBundle, error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
 
-/** For each cause, the id of its only notification on the screen. */
+/** Maps a cause to the id of its notification. A cause has at most one notification. */
 const standing = new Map<string, string>();
 
-/** Causes whose notifications become wrong when the pool answers. */
+/**
+ * The causes of the notifications that the pool does not answer. These notifications
+ * become wrong when the pool answers again.
+ */
 const outages = new Set<string>();
 
 type Options = Parameters<typeof Notification.error>[1];
 
-/** Notify, and remove an earlier notification of the same cause. */
+/**
+ * Show a notification. If the screen still shows one of the same cause, replace its
+ * text.
+ */
 function toast(
   cause: string,
   type: 'success' | 'error' | 'info',
@@ -98,8 +112,8 @@ function takeBack(cause: string): void {
 }
 
 /**
- * Show the result of an action for a kernel. Resolves to whether the action succeeded,
- * and never rejects.
+ * Show the result of an action for a kernel. Resolves to true if the action succeeded,
+ * and to false if it failed; never rejects.
  */
 export async function tell(
   trans: TranslationBundle,
@@ -120,7 +134,7 @@ export async function tell(
   }
 }
 
-/** Show in full why a request failed, even if the text is long. */
+/** Show why a request failed. A long text has a button that shows all of it. */
 export function tellRefusal(trans: TranslationBundle, error: unknown): void {
   const text = refusal(trans, error);
   const cause = `refused ${text}`;
@@ -134,7 +148,10 @@ export function tellRefusal(trans: TranslationBundle, error: unknown): void {
   });
 }
 
-/** The action that shows a whole text, if JupyterLab shows only its beginning. */
+/**
+ * The button that shows the whole text of a notification. The list is empty if the
+ * notification itself shows the whole text.
+ */
 export function allOf(trans: TranslationBundle, text: string): Notification.IAction[] {
   return text.length > SHOWN
     ? [
@@ -160,8 +177,8 @@ export function followPool(model: {
   model.changed.connect(() => {
     const was = up;
     up = model.broker.status === 'up';
-    // Remove the notifications only when the pool comes back. A request may fail while
-    // the websocket works, and the notification of that failure must stay.
+    // Do this only at the moment when the pool comes back. If a request fails while the
+    // websocket works, the notification of that failure must stay.
     if (up && !was) {
       outages.forEach(takeBack);
       outages.clear();
@@ -169,7 +186,10 @@ export function followPool(model: {
   });
 }
 
-/** The parts of a server's sentence, in which commands are between backticks. */
+/**
+ * Split a server's sentence at its backticks. A part between two backticks is a
+ * command, and has `code` true.
+ */
 export function marked(
   line: string
 ): { readonly text: string; readonly code: boolean }[] {
@@ -184,7 +204,9 @@ export function unmarked(line: string): string {
   return line.replace(/`([^`]*)`/g, '$1');
 }
 
-/** Show paragraphs in a dialog; resolves to whether the user chose its `action`. */
+/**
+ * Show paragraphs in a dialog. Resolves to true if the user chose the button `action`.
+ */
 export async function explain(
   trans: TranslationBundle,
   title: string,

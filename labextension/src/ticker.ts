@@ -6,8 +6,8 @@ import { DisposableDelegate, type IDisposable } from '@lumino/disposable';
 import * as React from 'react';
 
 /**
- * The timer that all tickers share. With separate timers, two places would show
- * different times.
+ * The timer that all tickers share. With separate timers, two places on the page would
+ * count down at different moments.
  */
 class Beat {
   start(tick: () => void): void {
@@ -50,7 +50,10 @@ export class Ticker {
     });
   }
 
-  /** Whether the owner shows the count-down; the ticker also checks the page's visibility. */
+  /**
+   * Whether the ticker's owner shows its count-downs. While the page is hidden, the
+   * ticker stops in any case.
+   */
   set shown(value: boolean) {
     this._shown = value;
     this._adjust();

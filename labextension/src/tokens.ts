@@ -16,60 +16,71 @@ import type {
   PoolClient
 } from './api';
 
-/** The pool's provisioner, by its name in kernelspecs. */
+/** The name that kernelspecs use for the pool's provisioner. */
 export const PROVISIONER = 'gpupool-provisioner';
 
-/** The provisioner of kernels that start on another machine of a cluster. */
+/**
+ * The name of the provisioner whose kernels start on a machine that the cluster
+ * chooses.
+ */
 export const REMOTE_PROVISIONER = 'gpupool-remote-provisioner';
 
 /** Whether the broker answers; `unknown` before the first request. */
 export interface IBroker {
   readonly status: 'unknown' | 'up' | 'away';
-  /** Why the broker is away, and what to do, in the server's words. */
+  /** The server's texts: why the broker is away, and what the user can do. */
   readonly message: string;
   readonly nextStep: string;
   /**
    * Why the broker is away, as a code such as `no-broker`; missing if there is no code.
    */
   readonly code?: string;
-  /** Whether the server refuses the requests of this page; the pool itself may work. */
+  /**
+   * Whether the server refuses this page's requests: for example, the user is not
+   * logged in. The pool itself may work.
+   */
   readonly denied?: boolean;
 }
 
-/** The changed part of the model: `all`, or the changed members of the newest view. */
+/**
+ * What has changed in the model: everything (`all`), or only the members of the view
+ * that `delta` contains.
+ */
 export type Change =
   { readonly all: true } | { readonly all: false; readonly delta: Delta };
 
 /**
- * The newest view of the pool in this page.
+ * The pool as this page knows it.
  *
- * The model asks the server only while a Pooled GPU kernel runs on that server.
- * Otherwise `view` is as old as the last `refresh`, or null.
+ * While a Pooled GPU kernel runs on the server, the model keeps `view` up to date.
+ * While none runs, `view` is as old as the last `refresh`, or null.
  */
 export interface IPoolModel extends IDisposable {
   readonly client: PoolClient;
   /** The last known view; kept while the broker is away. */
   readonly view: IPool | null;
   readonly broker: IBroker;
-  /** Whether a Pooled GPU kernel runs on this server, so that the view is kept fresh. */
+  /**
+   * Whether a Pooled GPU kernel runs on this server. If one runs, `view` is up to date.
+   */
   readonly live: boolean;
   /**
-   * Whether this machine has a GPU, real or emulated, as far as the page knows. If it
-   * has none, `reason` says why.
+   * What the page knows about GPUs on this machine: whether the machine has a GPU, real
+   * or emulated, and if it has none, the reason.
    */
   readonly found: {
     readonly found: boolean;
     readonly reason: string;
     /**
-     * Whether the broker will emulate GPUs when it starts. Once it runs, the view says
-     * whether it emulates GPUs.
+     * Whether a broker that starts now would emulate GPUs. For a running broker, use
+     * `view.emulated`.
      */
     readonly emulated: boolean;
   };
   readonly changed: ISignal<IPoolModel, Change>;
-  /** The pool will soon take an idle slice of a kernel of this server. */
+  /** Emitted if the pool will soon take an idle slice of a kernel of this server. */
   readonly warned: ISignal<IPoolModel, IIdleWarning>;
-  /** An admin has given an order about a kernel of this server. */
+  /** Emitted when an admin has given an order about a kernel of this server. */
   readonly noticed: ISignal<IPoolModel, INotice>;
   /** The time now on the broker's clock, seconds since the epoch. */
   now(): number;
@@ -77,9 +88,9 @@ export interface IPoolModel extends IDisposable {
   isPooled(kernelName: string): boolean;
   /** Whether a kernelspec's kernels start on the machine that the cluster chooses. */
   isRemote(kernelName: string): boolean;
-  /** The user's session of a kernel; null if the view has none. */
+  /** Return this user's session for a kernel; null if the view has no such session. */
   session(kernelId: string): ISession | null;
-  /** Fetch the view once, now; also resolves if the broker is away. */
+  /** Fetch the view now. The promise resolves even if the broker is away. */
   refresh(): Promise<void>;
 }
 
@@ -101,7 +112,10 @@ export const IPoolSettings = new Token<IPoolSettings>(
   'The settings of the GPU pool’s user interface.'
 );
 
-/** Whether a session is the user's own, so that it has all fields. */
+/**
+ * Whether a session belongs to this user. Only the user's own sessions have all fields
+ * of `ISession`.
+ */
 export function isMine(session: ISession | IAnySession): session is ISession {
   return session.mine;
 }

@@ -10,7 +10,8 @@ const GIB = 1024 ** 3;
 const UNITS = ['B', 'KiB', 'MiB', 'GiB', 'TiB'] as const;
 
 /**
- * `6 GiB`, `1.5 GiB`, `512 MiB`: the same as Python's `format_bytes` (`sizes.json`).
+ * Write a size: `6 GiB`, `1.5 GiB`, `512 MiB`. Python's `format_bytes` writes the same
+ * texts; `sizes.json` contains the tests of both.
  */
 export function bytes(value: number): string {
   let amount = value;
@@ -27,7 +28,7 @@ function tenths(amount: number): string {
   return amount.toFixed(1).replace(/\.0$/, '');
 }
 
-/** `6 of 8 GiB`: the unit is written once if both sizes have the same unit. */
+/** Write `6 of 8 GiB`. If the two sizes have different units, write both units. */
 export function part(trans: TranslationBundle, used: number, whole: number): string {
   const one = bytes(used).split(' ');
   const other = bytes(whole).split(' ');
@@ -35,7 +36,10 @@ export function part(trans: TranslationBundle, used: number, whole: number): str
   return trans.__('%1 of %2', first, other.join(' '));
 }
 
-/** `9 GiB, 4 guaranteed` if a slice has grown: the same as Python's `format_grant`. */
+/**
+ * Write the size of a slice; for a slice that has grown, `9 GiB, 4 guaranteed`.
+ * Python's `format_grant` writes the same text.
+ */
 export function grant(
   trans: TranslationBundle,
   granted: number,
@@ -50,7 +54,10 @@ export function grant(
   return trans.__('%1, %2 guaranteed', whole, same ? least.split(' ')[0] : least);
 }
 
-/** The part of a session's slices that its request guarantees, in bytes. */
+/**
+ * The bytes of a session's slices that are guaranteed: at most the request on each
+ * device.
+ */
 export function guaranteedBytes(session: ISession): number {
   const { memory } = session.request;
   return session.slices.reduce(
@@ -59,7 +66,10 @@ export function guaranteedBytes(session: ISession): number {
   );
 }
 
-/** If less than this part of a daily budget is left, the chip shows the rest. */
+/**
+ * A daily budget is low if at most this share of it is left. The chip then shows how
+ * much is left.
+ */
 const LOW = 0.1;
 
 /** The daily budget with the least time left; null if no budget is low. */
@@ -80,7 +90,7 @@ export function clock(seconds: number): string {
     : `${Math.floor(minutes / 60)}:${two(minutes % 60)}:${two(whole % 60)}`;
 }
 
-/** A time on the broker's clock, as a time on this computer's clock. */
+/** Convert a time on the broker's clock to a time on this computer's clock. */
 export function localTime(model: { now(): number }, at: number): Date {
   return new Date(Date.now() + (at - model.now()) * 1000);
 }
@@ -99,7 +109,7 @@ export function timeOfDay(
   return written(trans, time, form);
 }
 
-/** The time of day, with the date if it is not `today`. */
+/** The time of day. If `time` is not on the day `today`, also the date. */
 export function dayAndTime(
   trans: TranslationBundle,
   time: Date,
@@ -123,7 +133,8 @@ function written(
   form: Intl.DateTimeFormatOptions
 ): string {
   const own = (trans as { readonly locale?: string }).locale?.replaceAll('_', '-');
-  // If the browser lists this language, use its tag, because it also names the region.
+  // If the browser's list contains this language, use the browser's tag: it may also
+  // contain the region, such as `en-GB`.
   const its = navigator.languages.find(tag => tag.split('-')[0] === own?.split('-')[0]);
   try {
     return time.toLocaleString(its ?? own ?? [], form);
@@ -145,8 +156,8 @@ export function about(trans: TranslationBundle, seconds: number): string {
 }
 
 /**
- * A shown range begins and ends at one of these numbers of seconds, because no estimate
- * is more exact.
+ * The page shows a range of time between two of these numbers of seconds, because no
+ * estimate is more exact.
  */
 const STEPS = [
   0, 5, 10, 15, 20, 30, 40, 60, 90, 120, 180, 300, 600, 900, 1200, 1800, 2700, 3600,
@@ -154,7 +165,10 @@ const STEPS = [
 ] as const;
 const DAY = 86400;
 
-/** `20 to 60 s`, `up to 5 min`: the same as Python's `format_range` (`waits.json`). */
+/**
+ * Write a range of time: `20 to 60 s`, `up to 5 min`. Python's `format_range` writes
+ * the same texts; `waits.json` contains the tests of both.
+ */
 export function range(trans: TranslationBundle, least: number, most: number): string {
   const from = Math.max(0, least);
   const to = Math.max(1, most);
@@ -182,8 +196,8 @@ function step(trans: TranslationBundle, seconds: number): string {
 }
 
 /**
- * `40 s`, `3 min`: how long a wait has lasted, as in Python's `format_waited`; empty at
- * first.
+ * Write how long a wait has lasted: `40 s`, `3 min`; empty in the first second.
+ * Python's `format_waited` writes the same texts.
  */
 export function waited(trans: TranslationBundle, seconds: number): string {
   const by = seconds < 10 ? 1 : seconds < 60 ? 10 : 60;
@@ -199,7 +213,10 @@ export function waited(trans: TranslationBundle, seconds: number): string {
     : trans.__('%1 h', tenths(whole / 3600));
 }
 
-/** `20 to 60 s left`, `waiting for 40 s, no estimate yet`, or at first `no estimate yet`. */
+/**
+ * Write the time of a wait: `20 to 60 s left`, or without an estimate `waiting for 40
+ * s, no estimate yet`, or in the first second `no estimate yet`.
+ */
 export function waitTime(
   trans: TranslationBundle,
   session: Pick<ISession, 'expected' | 'queued_at'>,
@@ -218,7 +235,10 @@ export function waitTime(
     : trans.__('no estimate yet');
 }
 
-/** `2nd`. Languages with other ordinals translate the four forms. */
+/**
+ * Write an ordinal number, such as `2nd`. English has four forms; a language with other
+ * ordinals translates each form.
+ */
 export function ordinal(trans: TranslationBundle, n: number): string {
   const tens = n % 100;
   const last = tens > 10 && tens < 14 ? 0 : n % 10;
@@ -263,13 +283,16 @@ export type Tone = 'none' | 'wait' | 'move' | 'busy' | 'idle' | 'host' | 'away';
 export interface ISaid {
   readonly text: string;
   readonly tone: Tone;
-  /** The text without its count-down, for `aria-label`: a label must not change each second. */
+  /**
+   * The text without its count-down. It is used for `aria-label`, because a label must
+   * not change each second.
+   */
   readonly still: string;
   /** Only the figure, for narrow places. */
   readonly short: string;
   /**
-   * For the narrowest places. It must be short, because a figure that is cut off looks
-   * like another figure.
+   * The shortest text, for the narrowest places. It must fit there, because a figure
+   * without its last digits looks like another figure.
    */
   readonly least: string;
   /** Whether the text counts down and must be drawn again each second. */
@@ -277,8 +300,8 @@ export interface ISaid {
 }
 
 /**
- * If the suspend of an idle slice is more than this many seconds late, the text no
- * longer counts down.
+ * The text is a count-down until the suspend of an idle slice is this many seconds
+ * late.
  */
 const LATE = 2;
 
@@ -393,7 +416,7 @@ export function say(
   }
 }
 
-/** The end of a sentence that says what brings the suspended state back to a GPU. */
+/** The end of a sentence: it says what brings the suspended state back to a GPU. */
 export function comesBack(trans: TranslationBundle, attach: string): string {
   switch (attach) {
     case 'cell':
@@ -405,7 +428,7 @@ export function comesBack(trans: TranslationBundle, attach: string): string {
   }
 }
 
-/** Whether a requested release is pending, because the work continues. */
+/** Whether the user has released the slice, but the slice cannot leave the GPU yet. */
 export function goesBack(session: ISession | null): session is ISession {
   return (
     session !== null &&
@@ -415,14 +438,17 @@ export function goesBack(session: ISession | null): session is ISession {
   );
 }
 
-/** The sentence about a slice whose release is pending. */
+/** The sentence about a slice that the user has released and that cannot leave yet. */
 export function goingBack(trans: TranslationBundle, session: ISession): string {
   return session.state === 'idle'
     ? trans.__('Goes back to the pool as soon as it can be moved.')
     : trans.__('Goes back to the pool when its work on the GPU is done.');
 }
 
-/** The time of a wait as a sentence for the popover, as in the broker's lines. */
+/**
+ * Write the time of a wait as a sentence for the popover. The broker's lines use the
+ * same sentences.
+ */
 export function waitSentence(
   trans: TranslationBundle,
   session: Pick<ISession, 'expected' | 'queued_at'>,
@@ -441,7 +467,10 @@ export function waitSentence(
     : trans.__('There is no estimate yet of how long it will wait.');
 }
 
-/** `Waiting: 2nd, 20 to 60 s left`; `Waiting: 2nd, for 4 s, no estimate yet`. */
+/**
+ * The text of a waiting session: `Waiting: 2nd, 20 to 60 s left`, or without an
+ * estimate `Waiting: 2nd, for 4 s, no estimate yet`.
+ */
 function waiting(trans: TranslationBundle, session: ISession, now: number): ISaid {
   const { expected, queued_at: since, queue_position: position } = session;
   const preempted = Boolean(session.preempted);
@@ -466,7 +495,7 @@ function waiting(trans: TranslationBundle, session: ISession, now: number): ISai
   return { ...said, text, short: so ? trans.__('%1 · for %2', at, so) : at };
 }
 
-/** The broker's reason as a sentence; the broker sends only a part of a sentence. */
+/** Make a sentence of a reason, because the broker sends only a part of a sentence. */
 export function sentence(reason: string): string {
   const text = reason.charAt(0).toUpperCase() + reason.slice(1);
   return !text || /[.!?]$/.test(text) ? text : `${text}.`;

@@ -6,8 +6,8 @@ import AxeBuilder from '@axe-core/playwright';
 import type { Page } from '@playwright/test';
 
 /**
- * All faults that axe-core finds below `selector`, of any impact; fails if no element
- * matches.
+ * Return all faults, of any impact, that axe-core finds in the elements that match
+ * `selector`. Fails if no element matches.
  */
 export async function faults(page: Page, selector: string): Promise<string[]> {
   const { violations } = await new AxeBuilder({ page }).include(selector).analyze();

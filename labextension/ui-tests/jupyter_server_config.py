@@ -7,7 +7,8 @@ from jupyterlab.galata import configure_jupyter_server
 
 from tests.broker import forks
 
-# Kernels are forked, as in the Python tests. A start then costs a fifth of the CPU time.
+# Fork the kernels, as the Python tests do. The start of a forked kernel needs a fifth of the CPU
+# time.
 launcher.Popen = forks.kernels
 
 c = get_config()  # noqa: F821
@@ -15,8 +16,10 @@ configure_jupyter_server(c)
 c.ServerApp.ip = "127.0.0.1"
 c.ServerApp.port = 0
 c.JupyterNotebookApp.expose_app_in_browser = True
-# Otherwise each loaded page asks whether to build JupyterLab, and the server starts Node twice.
+# Without this setting, each page asks the server whether JupyterLab must be built again. To answer,
+# the server starts Node twice.
 c.ServerApp.tornado_settings = {"page_config_data": {"buildCheck": False}}
 c.LanguageServerManager.autodetect = False  # the detection starts Node, npm and R
-# TCP ports are chosen before they are bound, so another program could take one in between.
+# The server chooses TCP ports before a kernel binds them. Another program could take a port in the
+# meantime, so use IPC sockets.
 c.KernelManager.transport = "ipc"

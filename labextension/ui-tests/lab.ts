@@ -33,7 +33,9 @@ export class Lab {
   readonly errors: string[] = [];
   /** Requests and websockets of the page to the server extension. */
   readonly traffic: string[] = [];
-  /** The messages that the page received over such websockets. */
+  /**
+   * The messages that the page received over its websockets to the server extension.
+   */
   readonly told: string[] = [];
 
   private constructor(
@@ -109,8 +111,8 @@ export class Lab {
   }
 
   /**
-   * Load a page of the server. Galata's own method does not wait long enough for a busy
-   * machine.
+   * Load a page of the server, and wait until it is ready. On a busy machine, Galata's
+   * own method gives up too early.
    */
   async go(where: string): Promise<void> {
     await this._bare.goto(where);
@@ -141,7 +143,7 @@ export class Lab {
     );
   }
 
-  /** Give the page a theme, and wait until the page shows it. */
+  /** Change the theme of the page, and wait until the page shows the new theme. */
   async theme(name: string): Promise<void> {
     const body = this.page.locator(`body[data-jp-theme-name="${name}"]`);
     if ((await body.count()) > 0) {
@@ -149,7 +151,8 @@ export class Lab {
     }
     await this.execute('apputils:change-theme', { theme: name });
     await body.waitFor({ state: 'attached' });
-    // The splash covers the page while the theme changes, and fades slowly.
+    // While the theme changes, JupyterLab covers the page with its splash screen. The
+    // splash screen disappears slowly, so wait for its end.
     await this.page.locator('#jupyterlab-splash').waitFor({ state: 'detached' });
   }
 
@@ -193,8 +196,8 @@ export class Lab {
   }
 
   /**
-   * Wait for the kernel's answer, and return the notebook in front. Without this wait,
-   * a first cell would not run.
+   * Return the notebook in front when its kernel has answered. If a test ran a cell
+   * before this answer, the cell would not run.
    */
   async current(file: string): Promise<Notebook> {
     const [id, kernelId] = await this.page.evaluate(async () => {
@@ -230,7 +233,8 @@ export class Lab {
     const answers = await Promise.all(
       sessions.map(({ id }) => request.delete(`${this._site.url}/api/sessions/${id}`))
     );
-    // 404: the list still had the session, but the test itself has shut it down.
+    // The code 404 is no error: the test itself has shut the session down, but the list
+    // still contained it.
     const codes = answers.map(answer => answer.status());
     expect(codes.filter(code => ![204, 404].includes(code))).toEqual([]);
   }
@@ -285,8 +289,8 @@ export class Notebook {
   }
 
   /**
-   * Record the chip's texts from now on. Returns a function that returns all texts so
-   * far.
+   * Start to record the chip's texts. Resolves to a function that returns all texts
+   * recorded so far.
    */
   async listen(): Promise<() => Promise<string[]>> {
     const name = `said-${this.kernelId}`;
@@ -318,8 +322,8 @@ export class Notebook {
  * `pool` is the server and the broker of a worker. `lab` is one page for all tests of
  * the worker. `tidy` cleans up after each test.
  *
- * `tidy` is a fixture, because a hook would work only for the first file that loads
- * this module.
+ * `tidy` is a fixture and not a hook, because a hook in this module would work only for
+ * the first test file that loads the module.
  */
 export const test = base.extend<{ tidy: undefined }, { pool: IStage; lab: Lab }>({
   // Each worker has its own server and broker. Otherwise a test would see what the

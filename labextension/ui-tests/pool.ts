@@ -2,7 +2,8 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * The pool that the tests use: the broker, neighbours on it, and code that uses a GPU.
+ * What the tests do with the pool: commands for the broker, neighbours (other kernels
+ * of the pool), and code that uses a GPU.
  */
 import { existsSync, rmSync, writeFileSync } from 'fs';
 import { createConnection } from 'net';
@@ -50,8 +51,8 @@ export interface ISessionStatus {
 }
 
 /**
- * A kernel's session as the broker's own status reports it, and not as the page shows
- * it.
+ * Return a kernel's session from the broker's own status. The page may show an older
+ * state.
  */
 export async function session(kernelId: string): Promise<ISessionStatus | undefined> {
   const status = await ask<{ sessions: ISessionStatus[] }>('status');
@@ -62,14 +63,14 @@ export async function session(kernelId: string): Promise<ISessionStatus | undefi
 export type Options = Readonly<Record<string, unknown>>;
 
 /**
- * For tests in which other kernels wait while a cell works. On a busy machine the
- * cell's process may not run for a second, and a kernel without a CUDA call for a
- * second counts as idle.
+ * Options for tests in which other kernels wait while a cell works. By default, a
+ * kernel counts as idle after a second without a CUDA call. On a busy machine, the
+ * cell's process may get no CPU time for a second.
  */
 export const STAYS_BUSY = { quiet_after: 10 };
 
 /**
- * Start a neighbour with a slice of `gib`. The neighbour computes until the command
+ * Start a neighbour, which gets a slice of `gib` GiB and computes until the command
  * `rests`.
  */
 export function neighbour(
@@ -80,7 +81,7 @@ export function neighbour(
     alloc?: number;
     priority?: string;
     devices?: number;
-    /** The neighbour's user id; the default is the id that neighbours share. */
+    /** The neighbour's user id. By default, all neighbours have the same user id. */
     user?: number;
   } = {}
 ): Promise<string> {

@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs a real JupyterLab, a real broker and neighbours on its devices for the browser tests.
+"""Runs a real JupyterLab, a real broker and its neighbours for the browser tests.
+
+A neighbour is another kernel that uses the broker's devices.
 
 Prints one line of JSON when all is ready: the server's ``url``, the ``control`` socket and the
 ``folder`` that the server serves. The control socket takes one line of JSON per connection,
@@ -38,8 +40,9 @@ from tests.server.kit import as_user, server_environment  # noqa: E402
 
 GiB = 1 << 30
 
-#: Two devices. Each has room for one notebook and for a small one beside it. The pictures of the
-#: documentation use larger devices.
+#: The broker's options, with two devices. Each device has room for one notebook of the default size
+#: and for a small one. The pictures of the documentation use larger devices
+#: (``GPUPOOL_UI_DEVICE``).
 POOL = {
     "emulate": f"2x{os.environ.get('GPUPOOL_UI_DEVICE', '8GiB')},context=256MiB,bandwidth=2GiB/s",
     "default_memory": "6GiB",
@@ -51,10 +54,11 @@ POOL = {
 if os.environ.get("GPUPOOL_UI_TURNS") == "no":  # the pictures take longer than a time slice
     POOL["preempt"] = ["class", "guarantee", "burst"]
 
-#: The neighbours' user id, which no account has. Only root can start neighbours of other users.
+#: The user id of the neighbours. No account has this id. Only root can start processes of another
+#: user, so without root it is None.
 NEIGHBOUR = 21001 if os.geteuid() == 0 else None
 
-#: A third user id: this user has a server and is no admin.
+#: The user id of a visitor: a user who has a server and is not an admin of the pool.
 VISITOR = 21002 if os.geteuid() == 0 else None
 
 _LIBC = ctypes.CDLL(None)
@@ -69,7 +73,8 @@ class Lab:
         self.log = folder / "server.log"
         for name in ("files", "runtime", "tmp"):
             (folder / name).mkdir(parents=True)
-        # Use the same layout as `pip install`: an editable installation has no data files.
+        # An editable installation has no data files. So create the layout that `pip install`
+        # creates.
         extensions = folder / "share/jupyter/labextensions/@jupyter-gpupool"
         extensions.mkdir(parents=True)
         built = Path(os.environ.get("GPUPOOL_LABEXTENSION", ROOT / "jupyter_gpupool/labextension"))
@@ -84,7 +89,8 @@ class Lab:
             "JUPYTER_PATH": f"{folder}/share/jupyter:{ROOT}/share/jupyter",
             "JUPYTERLAB_GALATA_ROOT_DIR": str(folder / "files"),
             "TMPDIR": str(folder / "tmp"),
-            # Galata's configuration asks for the user's name. An id without an account has no name.
+            # Galata's configuration asks for the user's name. An id without an account has no name,
+            # so LOGNAME gives one.
             **({} if user is None else {"LOGNAME": f"uid-{user}"}),
         }
         command = [
@@ -158,7 +164,7 @@ class _Door:
 
 @contextmanager
 def _as(user):
-    """Make the connections in this block as ``user``, so that the broker sees this user."""
+    """Set the effective user id to ``user`` in this block, so that the broker sees this user."""
     if user is None:
         yield
         return
@@ -170,7 +176,7 @@ def _as(user):
 
 
 class Stage:
-    """The commands: each method ``do_NAME`` takes the command's fields and returns JSON values."""
+    """Runs the tests' commands: ``do_NAME`` gets the fields of command NAME, and returns JSON."""
 
     def __init__(self):
         self.folder = brokers.short_folder()
@@ -180,7 +186,7 @@ class Stage:
             self.broker.socket = Path("/run") / self.folder.name / "broker.sock"
         self.labs = []
         self.neighbours = {}
-        #: Two machines, once a test has asked for them. ``_machines`` ends them.
+        #: The two machines of a cluster; None until a test asks for them. ``_machines`` ends them.
         self.cluster = None
         self._machines = ExitStack()
         self._lock = threading.RLock()
@@ -191,7 +197,8 @@ class Stage:
         return {"url": lab.url(), "folder": str(lab.folder / "files")}
 
     def _options(self):
-        # The server gets the broker's own configuration: if it differs, the panel shows a notice.
+        # Give the server the same configuration as the broker. If the two differed, the panel would
+        # show a notice.
         options = json.loads(self.broker.config_file.read_text())["GPUPool"]
         pairs = [
             (name, value)
@@ -233,7 +240,7 @@ class Stage:
         return len(self.broker.rows("config"))
 
     def do_maintain(self, action, device="", reason=""):
-        """Give the order of an admin: pause, drain or resume."""
+        """Give an admin's order, about one device or all: pause, drain or resume."""
         with self.broker.client() as client:
             client.call("maintain", action=action, device=device, reason=reason, timeout=60)
 
@@ -262,7 +269,7 @@ class Stage:
         return self.broker.rows(*kinds)
 
     def do_fresh(self, **config):
-        """End broker and neighbours; start a broker without sessions, with these options."""
+        """End the broker and the neighbours; start a broker with these options and no sessions."""
         for name in list(self.neighbours):
             self.do_leave(name)
         self.do_kill()
@@ -275,13 +282,13 @@ class Stage:
         return self.broker.socket.with_name(self.broker.socket.name + ".emulated")
 
     def do_fault(self, name, **params):
-        """Make the emulated driver fail, or copy slowly, until the next ``fresh``."""
+        """Set a fault of the emulated driver, such as slow copies, until the next ``fresh``."""
         Faults(self._emulated).set(name, **params)
 
     # ------------------------------------------------------------------ neighbours
 
     def do_neighbour(self, name, gib=6, hold=True, alloc=0, **request):
-        """Start a neighbour that requests ``gib``; with ``hold``, it gets a slice and computes."""
+        """Start a neighbour that requests ``gib`` GiB; with ``hold``, it attaches and computes."""
         found = Neighbour(self.broker, name, memory=int(gib * GiB), **request)
         self.neighbours[name] = found
         found.launch()
@@ -318,9 +325,11 @@ class Stage:
     # ------------------------------------------------------------------ two machines
 
     def do_lab_in_cluster(self):
-        """Start two machines, and a server on m0 whose kernels start on m1, which has more room.
+        """Start two machines, m0 and m1, and a server on m0.
 
-        Return the server's address and folder; None if MUNGE is missing.
+        The server's kernels start on m1, because m1 has more free memory.
+
+        Return the server's address and folder, or None if MUNGE is missing.
         """
         if not has_munge():
             return None
@@ -328,7 +337,8 @@ class Stage:
         self.cluster.wait_serving()
         self.do_fill("m0")
         folder = self.folder / "far"
-        # Jupyter searches JUPYTER_PATH before the folder of the user.
+        # ``Lab`` puts this folder into JUPYTER_PATH, which Jupyter searches before the user's own
+        # folder.
         remotes.write_remote_kernelspec(folder / "share/jupyter", memory="200MiB")
         socket = self.cluster.brokers["m0"].socket
         user = remotes.USER if remotes.ROOTS else None
@@ -336,7 +346,10 @@ class Stage:
         return {"url": lab.url(), "folder": str(lab.folder / "files")}
 
     def do_fill(self, machine):
-        """Fill a machine with a kernel of 900 MiB, and end the kernel of the previous call."""
+        """Fill a machine with a kernel of 900 MiB, and wait until the ledger knows it.
+
+        The kernel of the previous call ends first.
+        """
         self.cluster.end_kernels()
         kernel = brokers.Kernel(self.cluster.brokers[machine], memory=900 << 20)
         self.cluster.kernels.append(kernel)
@@ -353,7 +366,7 @@ class Stage:
         return self.cluster.brokers[name].status()
 
     def do_silence(self, name, ends=False):
-        """End the cluster agent of a machine; with ``ends``, start the agent again."""
+        """Kill the cluster agent of a machine; with ``ends``, start the killed agent again."""
         agent = self.cluster.agents[name]
         agent.start() if ends else agent.kill()
 
@@ -392,7 +405,7 @@ class Stage:
 def kill_descendants():
     """Kill all remaining processes.
 
-    ``main`` makes this process the parent of orphans, so they are among our children.
+    ``main`` makes this process a subreaper: it becomes the parent of its orphaned descendants.
     """
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:

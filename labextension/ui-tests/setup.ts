@@ -6,7 +6,10 @@ import { spawn } from 'child_process';
 import * as path from 'path';
 import { createInterface } from 'readline';
 
-/** What `server.py` prints when it is ready; the tests read it from the environment. */
+/**
+ * What `server.py` prints when it is ready. The tests read this text from the
+ * environment variable `VARIABLE`.
+ */
 export interface IStage {
   readonly url: string;
   readonly control: string;
@@ -15,8 +18,8 @@ export interface IStage {
 }
 
 /**
- * The environment variable with the text that `server.py` prints. A developer sets it
- * to test against a server that already runs.
+ * The name of the environment variable for the text that `server.py` prints. A
+ * developer sets the variable to test against a server that already runs.
  */
 export const VARIABLE = 'GPUPOOL_UI_TESTS';
 
@@ -24,15 +27,18 @@ function python(): string {
   return process.env.PYTHON ?? path.resolve(__dirname, '../../.venv/bin/python');
 }
 
-/** Start a server with its own broker; resolves to the function that ends it. */
+/**
+ * Start a server with its own broker, unless `VARIABLE` is set. Resolves to the
+ * function that ends the server.
+ */
 export async function startStage(): Promise<() => Promise<void>> {
   if (process.env[VARIABLE]) {
     return () => Promise.resolve();
   }
   const server = spawn(python(), [path.join(__dirname, 'server.py')], {
     stdio: ['pipe', 'pipe', 'inherit'],
-    // Only this process gets Ctrl-C, and the server does not. This process then closes
-    // the server's input, and the server ends after it has cleaned up.
+    // Ctrl-C reaches only this process, and not the server. This process then closes
+    // the server's input. The server cleans up and ends.
     detached: true
   });
   const ended = new Promise<number | null>(done => server.on('exit', done));

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker with a time of day that a test sets.
+"""A broker whose time of day a test sets.
 
-The broker adds the seconds in the file ``clock`` to the real time.
+The time of day is the real time plus the seconds that the test writes into the file ``clock``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jupyter_gpupool.broker import timekeeper  # noqa: E402 (after the clock is 
 from jupyter_gpupool.broker.app import main  # noqa: E402 (after the clock is set)
 from jupyter_gpupool.broker.store import files  # noqa: E402 (after the clock is set)
 
-# The server that forks brokers has already imported ``timekeeper``, with the real clock as the
-# default. This module replaces the default.
+# The server that forks brokers imported ``timekeeper`` before this module changed ``time.time``. So
+# the default clock there is still the real clock. Replace it.
 timekeeper.Timekeeper.__init__.__kwdefaults__["clock"] = time.time
 timekeeper.LOOK = float(os.environ.get("TEST_LOOK", "0.2"))
-# ``files`` uses the real time. With the test's time, this broker would remove the files of other
-# tests' brokers as too old.
+# Give ``files`` the real time. By the test's clock, the files of other tests' brokers may look too
+# old, and this broker would remove them.
 vars(files)["time"] = SimpleNamespace(**{**vars(time), "time": real})
 
 if __name__ == "__main__":

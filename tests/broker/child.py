@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A process like a kernel, with the agent's link and CUDA memory; tests control it by JSON lines.
+"""A process that acts as a kernel: it has the agent's link to the broker, and CUDA memory.
 
-It runs with the environment that ``open`` returned. It reads one command per line on stdin, and
-writes one answer per line on stdout: ``{"ok": ...}`` or ``{"error": ..., "code": ...}``.
+It runs with the environment variables that the broker returns for ``open``. Tests control it: it
+reads one JSON command per line on stdin, and writes one JSON answer per line on stdout. An answer
+is ``{"ok": ...}`` or ``{"error": ..., "code": ...}``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LINK = SessionLink(
 
 
 def settle(wait, changed, seconds):
-    """Wait until the broker has answered a hold; return slices and epoch."""
+    """Wait until the broker has answered the request for a hold; return slices and epoch."""
     deadline = time.monotonic() + seconds
     while wait.answer is None:
         if not changed.wait(deadline - time.monotonic()):

@@ -6,7 +6,7 @@ import pytest
 
 from . import forks, kit
 
-#: For each finished phase of a test (setup, call): whether the phase failed.
+#: A list for each test, with one entry for each finished phase (setup, call): True if it failed.
 FAILED = pytest.StashKey[list[bool]]()
 
 
@@ -19,7 +19,7 @@ def folder():
 
 @pytest.fixture
 def parts():
-    """Return the broker and kernel classes, and the configuration; test modules override it."""
+    """Return a broker class, a kernel class and a configuration. Test modules may override this."""
     return kit.Broker, kit.Kernel, {}
 
 
@@ -48,7 +48,7 @@ def make_broker(folder, parts):
 
 @pytest.fixture(scope="module")
 def rested():
-    """Yield the brokers of earlier tests of this file that are still as good as new."""
+    """Yield the list of used brokers of this test file that the next test can use again."""
     brokers = []
     yield brokers
     for broker in brokers:
@@ -65,10 +65,10 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture
 def broker(rested, parts, request):
-    """A broker on two emulated devices, as good as new.
+    """Yield a broker on two emulated devices; it is new, or as good as new.
 
-    A start costs more than most tests. If a test ended this broker, injected a fault or left
-    something behind, the next test gets another broker.
+    A start costs more than most tests, so several tests use the same broker. If a test fails, ends
+    the broker, injects a fault or leaves something behind, the next test gets another broker.
     """
     broker = rested.pop() if rested else parts[0](kit.short_folder(), **parts[2]).started
     broker.begin()

@@ -1,29 +1,31 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Brokers forked from a process that has imported the modules of brokers and of their children.
+"""Fork brokers and other test programs from processes that have already imported the modules.
 
-The imports are most of the CPU time of a start, and the tests start hundreds of brokers with
-several children each. The process that forks brokers is called the server. It has no thread, no
-event loop and no configuration. A forked broker gets its own arguments, environment, working folder
-and standard streams before any of the broker's code runs. It runs its module as ``python -m`` does,
-and ``/proc`` shows its own command line and environment. Only its parent is different: the parent
-is the server. Other programs of tests are forked in the same way (:func:`run`).
+Imports take most of the CPU time of a broker's start, and the tests start hundreds of brokers with
+several children each. A process that forks test programs is called a server. A server has no
+thread, no event loop and no configuration.
 
-Other servers fork kernels (:func:`kernels`). They have imported ipykernel, the agent, numpy and
-cuda.bindings. One of these servers has the guard preloaded, like a kernel of the pool. A forked
-kernel can still set the guard's variables, because the guard reads them at the first CUDA call.
+One server forks brokers. A forked broker gets its own arguments, environment, working folder and
+standard streams before any of the broker's code runs. It runs its module as ``python -m`` does, and
+``/proc`` shows its own command line and environment. Only its parent is different: the parent is
+the server. The same server forks other Python programs of the tests (:func:`run`).
 
-Two more servers (:func:`program`) fork processes like kernels, see ``child.py``. They have imported
-cuda.core, which does not load the driver yet. One more server forks Jupyter Servers, and one forks
-the commands of ``jupyter gpupool`` (:func:`command`).
+Other servers fork kernels (:func:`kernels`). These servers have imported ipykernel, the agent,
+numpy and cuda.bindings. One of them starts with the guard preloaded, like a kernel of the pool. The
+guard reads its variables at the first CUDA call, so a forked kernel can still set them.
 
-The workers of a test run share the servers, through sockets in the folder that the variable
-``TESTS_FORKS`` names (``tests/conftest.py`` makes it). Without this variable, a process has its own
-servers.
+Two more servers fork programs that act as kernels (:func:`program`, ``child.py``). These servers
+have imported cuda.core, which does not load the driver yet. One more server forks Jupyter Servers,
+and one forks the commands of ``jupyter gpupool`` (:func:`command`).
 
-A forked broker does not execute its children either: it forks those that use the emulated driver.
-The dynamic loader reads its variables only when a process starts. So the server starts with the
-variables of the emulated driver, and the program of the self-test loads the guard itself.
+All workers of a test run use the same servers. The servers' sockets are in the folder that the
+variable ``TESTS_FORKS`` names; ``tests/conftest.py`` makes it. A process without this variable
+starts its own servers.
+
+A forked broker also forks its children if they use the emulated driver. The dynamic loader reads
+its variables only when a program is executed, and a forked process is not. So the server must start
+with the variables of the emulated driver, and the forked self-test loads the guard itself.
 """
 
 from __future__ import annotations
@@ -60,15 +62,16 @@ from tests.emulated import library_dir
 
 ROOT = Path(__file__).parents[2]
 
-#: The folder of the emulated driver. The dynamic loader reads its list of folders only when a
-#: process starts.
+#: The folder of the emulated driver, for ``LD_LIBRARY_PATH``. The dynamic loader reads this
+#: variable only when a program is executed.
 EMULATED = str(library_dir())
 
-#: A word in the arguments that stands for the number of the last descriptor in the broker.
+#: A placeholder in the arguments. The forked process replaces it by the number of the descriptor
+#: that it gets in addition to its standard streams.
 DESCRIPTOR = "{descriptor}"
 
-#: Bytes of the server's command line and environment. A forked process writes its own command line
-#: and environment into these bytes.
+#: Bytes that the server adds to its own command line and environment as padding. A forked process
+#: overwrites both with its own command line and environment, which may be longer.
 _ROOM = {"arguments": 600, "environment": 16_000}
 
 #: Size in bytes of the longest request, with its arguments and its environment.
@@ -84,7 +87,8 @@ _IMPORTS = {
         "jupyter_gpupool.devices.nvidia.nvml", "jupyter_gpupool.devices.nvidia.child_programs",
         "jupyter_gpupool.devices.nvidia.service", "pynvml", "cuda.core.checkpoint",
     ),
-    # ipykernel and IPython import lines 2 and 3 when they start; cells import the last line.
+    # ipykernel and IPython import the modules of lines 2 and 3 when they start. The cells of the
+    # tests import the modules of the last line.
     "kernels": (
         "ipykernel.kernelapp", "jupyter_gpupool.kernel.agent",
         "IPython.core.oinspect", "IPython.extensions.storemagic", "pdb", "sqlite3",
@@ -111,7 +115,7 @@ kernel_pythons = {sys.executable}
 #: Largest number of descriptors in a request.
 _DESCRIPTORS = 4
 
-#: Bytes of a pid in the pipe through which the server answers.
+#: The server writes a pid as this many bytes into the pipe of its answer.
 _PID = 4
 
 
@@ -123,9 +127,10 @@ class Forked:
         self.pid = pid
         self.stdin = self.stdout = self.stderr = None
         self.returncode = None
-        #: A pipe that is readable when the process has ended.
+        #: A pipe that becomes readable when the process ends: the server writes its exit status.
         self.status = status
-        # The pid may belong to another process once the server has waited for this process.
+        # A descriptor for signals. The pid alone is unsafe: after the server has reaped this
+        # process, the pid may belong to another process.
         self.handle = None
         with suppress(ProcessLookupError):  # the process has ended
             self.handle = os.pidfd_open(pid)
@@ -164,7 +169,7 @@ class Forked:
 
 
 class _Server:
-    """A connection to a server. The first process that uses a server's name starts the server."""
+    """A connection to the server with a given name; starts this server if it does not run yet."""
 
     def __init__(self, name, modules, loader=(), python=sys.executable):
         self._name = name
@@ -179,7 +184,7 @@ class _Server:
         self._errors = path.with_suffix(".errors")
 
     def fork(self, request, descriptors):
-        """Send a request. It is one message, so that two threads may send at once."""
+        """Send a request as one message, so that two threads can send at the same time."""
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
         except BrokenPipeError:
@@ -201,7 +206,7 @@ class _Server:
 #: The servers that this process uses, by name.
 _servers: dict[str, _Server] = {}
 
-#: The servers that this process has started. They may still serve other processes when this process
+#: The servers that this process has started. A server may serve other processes after this process
 #: has ended.
 _started: list[subprocess.Popen] = []
 
@@ -231,7 +236,7 @@ def _programs(guarded):
 
 
 def _folder():
-    """Return the folder of the servers' sockets: the folder of the test run or of this process."""
+    """Return the folder of the servers' sockets: the test run's, or else this process's own."""
     return Path(os.environ.get("TESTS_FORKS") or _own_folder())
 
 
@@ -274,7 +279,7 @@ def own():
 
 @contextmanager
 def _alone(path):
-    """Hold the lock of a server's name: meanwhile, no server of this name starts or ends."""
+    """Hold the lock for a server's name. No server of this name starts or ends under the lock."""
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -324,7 +329,7 @@ def _environment():
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith(("GPUPOOL_", "JUPYTER_"))},
         "PYTHONPATH": os.pathsep.join((str(ROOT), light)),
-        "OPENBLAS_NUM_THREADS": "1",  # a forked process would not have the threads of numpy
+        "OPENBLAS_NUM_THREADS": "1",  # a forked process does not get numpy's threads
         "ROOM": "-" * _ROOM["environment"],
     }
 
@@ -355,13 +360,13 @@ def start(module, arguments, *, env, stdout, descriptor, folder=str(ROOT)):
 
 
 def run(command, *, env, standard, folder=str(ROOT)):
-    """Start a Python program, with these three standard streams."""
+    """Start a Python program; ``standard`` is its stdin, stdout and stderr."""
     request = {"command": [*command], "env": {**env}, "cwd": folder, "standard": [0, 1, 2]}
     return _fork(_brokers(), request, [*standard])
 
 
 def kernels(command, *, env, stdin=None, stdout=None, stderr=None, cwd=None, **options):
-    """Start a kernel as :class:`subprocess.Popen` does; execute it if it cannot be forked."""
+    """Start a kernel, with the arguments of :class:`subprocess.Popen`. Fork it if a server can."""
     guarded = _guarded(env)
     plain = all(env.get(name) == os.environ.get(name) for name in _LOADER)
     python, *rest = command
@@ -442,15 +447,15 @@ def _guarded(env):
 def can_run(command, env):
     """Return whether a forked process can run this command as an executed process would.
 
-    The dynamic loader has already read the server's variables, so the driver must be the emulated
-    one.
+    A forked process finds the server's driver, which is the emulated one. So the command's
+    environment must name the emulated driver.
     """
     driver = env.get("LD_LIBRARY_PATH", "").split(":")[len(_guard(env)) :]
     return command[0] == sys.executable and driver == [EMULATED]
 
 
 def parent():
-    """Return the pid of the server, which will be the parent of forked processes."""
+    """Return the pid of the server that forks brokers; the server is their parent."""
     return _brokers().pid
 
 
@@ -482,9 +487,9 @@ def _listen(path, ready):
 
 
 def _serve(path, listener):
-    """Fork a process for each request; in the forked process, return its request.
+    """Fork a process for each request. Return only in a forked process, with its request.
 
-    The server ends when the last process with a connection to it has ended.
+    The server ends when its last connection is closed.
     """
     statuses = {}  # pid -> the pipe for the exit status
     clients = []
@@ -514,7 +519,7 @@ def _serve(path, listener):
             ready, its = os.pipe()
             pid = os.fork()
             if not pid:
-                os.setsid()  # before another process can know the pid and ask for its group
+                os.setsid()  # now: no other process knows the pid and can ask for its group
                 os.close(its)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -533,7 +538,7 @@ def _serve(path, listener):
 
 
 def _last(path, listener):
-    """Return the connection of a process that connects now; end this server if none connects."""
+    """Return the connection of a process that is just connecting. If none is, end this server."""
     with path.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -562,7 +567,7 @@ def _report(statuses):
 
 
 def _tell(pipe, data):
-    with suppress(BrokenPipeError):  # a test that has dropped its broker does not read the pipe
+    with suppress(BrokenPipeError):  # nobody reads the pipe after a test has dropped its broker
         os.write(pipe, data)
 
 
@@ -598,10 +603,11 @@ def _run(command):
 
 
 def _end(code):
-    """End this process as Python does, without freeing each of its objects.
+    """End this process as Python does, but do not free its objects.
 
-    To free them, Python would write to each page that the process shares with its server: 15 to 40
-    ms of page faults. Libraries end as always, including the guard and the driver.
+    To free its objects, Python would write to each memory page that this process shares with the
+    server. The page faults would take 15 to 40 ms. The exit handlers of the libraries still run,
+    including those of the guard and the driver.
     """
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -609,7 +615,7 @@ def _end(code):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except OSError:
-        sys.exit(code)  # after a failed flush, Python ends with another exit code
+        sys.exit(code)  # Python changes the exit code, because it cannot flush either
     ctypes.PyDLL(None).exit(code)
 
 
@@ -618,7 +624,8 @@ def _search(folder, env):
     own = os.environ["PYTHONPATH"].split(":")
     given = filter(None, env.get("PYTHONPATH", "").split(":"))
     installed = (entry for entry in sys.path[1:] if entry not in own)
-    # The package in ROOT is installed, so ROOT belongs to the installed entries.
+    # ``installed`` lacks ROOT, because ROOT is in the server's own PYTHONPATH. Add ROOT, because
+    # the package in ROOT is installed.
     sys.path[:] = dict.fromkeys([folder, *given, *installed, str(ROOT)])
 
 
@@ -636,7 +643,7 @@ def _rename(command, env, folder):
 
 
 def _write(words, begin, end):
-    """Overwrite the process's own arguments or variables, which /proc shows."""
+    """Overwrite the bytes in which /proc finds this process's arguments or its variables."""
     text = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
     ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
@@ -645,7 +652,7 @@ def _write(words, begin, end):
 
 
 class _Popen(subprocess.Popen):
-    """Forks the broker's children that may be forked, and executes all other processes."""
+    """Forks a broker's child if a forked process can run it; executes every other process."""
 
     def _execute_child(self, args, *rest):
         names = signature(super()._execute_child).parameters
@@ -663,12 +670,12 @@ class _Popen(subprocess.Popen):
 
 
 def _guard(env):
-    """Return the libraries that the dynamic loader would load before a program."""
+    """Return the libraries in ``LD_PRELOAD``, which the dynamic loader loads before a program."""
     return env.get("LD_PRELOAD", "").split()
 
 
 def _load_guard(env):
-    """Load the libraries that the dynamic loader would load, such as the self-test's guard."""
+    """Load the libraries in ``LD_PRELOAD``, such as the self-test's guard, as the loader would."""
     for library in _guard(env):
         ctypes.CDLL(library, os.RTLD_GLOBAL | os.RTLD_NOW)
 
@@ -709,7 +716,7 @@ if __name__ == "__main__":
         with suppress(ImportError):  # the forked broker reports that NVIDIA's packages are missing
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection would copy the pages that all brokers share
+    gc.freeze()  # a collection would write to pages that all brokers share
     line = _become(*_serve(place, heard))
     code = 0
     try:

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose devices count as guarded, although no guard runs.
+"""A broker that treats its devices as guarded, although no guard runs.
 
-The tests write the page in place of the guard. They check the broker's answer to each change of the
-page, and need no compiler.
+A test itself writes the session's page, as the guard would, and checks how the broker reacts. So
+the test needs no guard, and no compiler to build one.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A program that calls CUDA without any part of the pool: no agent, no hold, no broker.
 
-It reads JSON lines on stdin and writes one answer per line on stdout. It makes all CUDA calls by
-ctypes. It answers a result other than 0 as ``{"cuda": code}``.
+It reads one JSON command per line on stdin, and writes one answer per line on stdout. It makes all
+CUDA calls by ctypes. If a call returns an error code, the answer is ``{"cuda": code}``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def do_ask(_):
 
 
 def do_look(_):
-    """Query CUDA here and in two child processes; return only the results that are errors."""
+    """Query CUDA in this process and in two child processes; return the errors, by query."""
     found = {}
     number, size, pointer = ctypes.c_uint(), ctypes.c_size_t(), ctypes.c_void_p()
     questions = {
@@ -91,7 +91,7 @@ def uuid_of(device):
 
 
 def do_retain(command):
-    """Make the first call that needs a lease, on one of several devices."""
+    """Make a context on a given device. In a new program, no earlier call needs a lease."""
     context = ctypes.c_void_p()
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), command["device"])
     call("cuCtxSetCurrent", context)
@@ -112,7 +112,10 @@ def do_hold(command):
 
 
 def do_land(command):
-    """Send the message that the guard sends when it moves the process to its slice."""
+    """Send ``land``, as the guard does when it moves the process to the GPU of its slice.
+
+    Return None, or the code of the broker's error.
+    """
     from jupyter_gpupool.client import Client
     from jupyter_gpupool.errors import GPUPoolError
 
@@ -147,7 +150,7 @@ def do_open(command):
 
 
 def do_sub(command):
-    """Let a child process run a command; the child process stays."""
+    """Let a child process run a command. The same child process runs the later commands."""
     if not CHILDREN:
         CHILDREN.append(
             subprocess.Popen(
@@ -175,7 +178,7 @@ def do_context(_):
 
 
 def do_alloc(command):
-    """Allocate a buffer and fill it with a byte, which is also the buffer's name."""
+    """Allocate a buffer and fill it with one byte value. This value is also the buffer's key."""
     pointer = POINTER()
     call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(command["bytes"]))
     size = ctypes.c_size_t(command["bytes"])
@@ -184,7 +187,7 @@ def do_alloc(command):
 
 
 def do_exhaust(command):
-    """Ask for too much memory, many times; return the different results."""
+    """Try many times to allocate too much memory; return the set of result codes, sorted."""
     pointer, size = POINTER(), ctypes.c_size_t(command["bytes"])
     times = range(command["times"])
     return sorted({CUDA.cuMemAlloc_v2(ctypes.byref(pointer), size) for _ in times})
@@ -226,7 +229,7 @@ def do_nvml(_):
 
 
 def do_poll(_):
-    """Start a thread that asks NVML again and again, as a collector of metrics does."""
+    """Start a thread that queries NVML about every 5 ms, like a program that collects metrics."""
     import pynvml
 
     state = THREADS["poll"] = {"answers": 0}
@@ -275,7 +278,7 @@ def do_calm(_):
 
 
 def do_toil(command):
-    """Start a thread that fills memory, adds to the values with GPU kernels, and reads them."""
+    """Start a thread that adds to values in device memory with GPU kernels, and checks the sums."""
     import numpy
 
     from tests.emulated import PTX
@@ -318,7 +321,7 @@ def do_toil(command):
 
 
 def do_rounds(_):
-    """Return how many rounds the thread of ``do_toil`` has done; an error ends the thread."""
+    """Return the number of rounds of the thread of ``do_toil``, and the error that ended it."""
     return THREADS["toil"][2]
 
 
@@ -402,7 +405,10 @@ def do_calls(_):
 
 
 def do_spawn(command):
-    """Let a child process allocate and stay; return its pid and its answers."""
+    """Start a child process that allocates memory and keeps running.
+
+    Return its pid, and its answers to the two commands.
+    """
     child = subprocess.Popen(
         [sys.executable, "-m", __spec__.name],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -415,7 +421,7 @@ def do_spawn(command):
     return {"pid": child.pid, "answers": answers[1:]}
 
 
-#: A program that takes device memory and stays after its parent has ended.
+#: A program that allocates device memory and sleeps. It does not end with its parent.
 ORPHAN = """
 import ctypes, sys, time
 C = ctypes.CDLL("libcuda.so.1")

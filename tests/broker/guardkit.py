@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Helpers for tests that act as the guard: they map the session's page and ask the broker."""
+"""Helpers for tests that act as the guard: a test maps the session's page, and asks the broker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GuardedBroker(kit.Broker):
 
 
 class Guarded(kit.Kernel):
-    """A kernel for which the test acts as the guard. With ``agent``, its process has an agent."""
+    """A kernel without a guard: the test acts as its guard. With ``agent``, it has an agent."""
 
     def __init__(self, broker, label="", *, agent=False, launch=True, attach=None, **request):
         self._attach = attach
@@ -53,9 +53,9 @@ class Guarded(kit.Kernel):
         return self.map[8]
 
     def touch(self):
-        """Mark the gate as used, as the first CUDA call after a sample does.
+        """Change the gate from UNUSED to OPEN, as the first CUDA call after a sample does.
 
-        Return False if the call must wait.
+        Return False if the gate is closed, so that a CUDA call must wait.
         """
         if self.map[8] == UNUSED:
             self.map[8] = OPEN
@@ -96,7 +96,7 @@ class Guarded(kit.Kernel):
 
     @contextmanager
     def asking(self, kind="attach", **fields):
-        """Return the connection of a thread that waits at the gate."""
+        """Send the request of a thread that waits at the gate; yield the connection."""
         with kit.Raw(self.broker.socket) as raw:
             fields = {"session": self.session, "token": self.token, **fields}
             raw.say(type=kind, id=1, pid=os.getpid(), tid=1, **fields)

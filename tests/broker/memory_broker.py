@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker of another vendor's devices: they are host memory, and each allocation is a file.
+"""A broker for the devices of another vendor. The tests emulate their memory by files.
 
-It has no driver and no guard. The file ``<machine>/<uuid>/<pid>`` is the memory of a program on
-a device; ``<machine>/host/<pid>`` is the same memory after a suspend.
+These devices have no driver and no guard. The file ``<machine>/<uuid>/<pid>`` has the bytes that
+the program ``pid`` has on a device. After a suspend, the file ``<machine>/host/<pid>`` has them.
 """
 
 from __future__ import annotations

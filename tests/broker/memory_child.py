@@ -19,7 +19,7 @@ def do_alloc(command):
 
 
 def do_where(_):
-    """Return the file with this program's memory, its first byte and its size."""
+    """Return the folder of the file with this program's memory, the file's first byte and size."""
     (found,) = Path(os.environ[MACHINE]).glob(f"*/{os.getpid()}")
     with found.open("rb") as file:
         return [found.parent.name, file.read(1)[0], found.stat().st_size]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker that sees emulated GPUs with odd indices as another model."""
+"""A broker that sees two models of emulated GPUs: A at even indices and B at odd indices."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose statfs reports NFS for its state folder, because no test can mount NFS."""
+"""A broker that believes that its state folder is on NFS. No test can mount a real NFS."""
 
 from __future__ import annotations
 

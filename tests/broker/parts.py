@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Single parts of a broker, for tests without a process."""
+"""Functions that make single parts of a broker, for tests that start no broker process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def _nothing():
 
 
 def monitor_of(core, *, room=None, samples=None, foreign_processes="count"):
-    """Return a monitor in which only the given parts do any work."""
+    """Return a monitor with the given parts; stubs that do nothing replace its other parts."""
     settings = SimpleNamespace(foreign_processes=foreign_processes, sample_interval=1.0)
     return Monitor(
         core,

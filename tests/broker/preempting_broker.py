@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose pool preempts a busy session if a test asks for it, even against the pool's rules.
+"""A broker that preempts a busy session when a test asks, even if the pool's rules forbid it.
 
-The test writes a session's id into ``preempt`` beside the socket. So a test can check what happens
-after a preemption, and does not depend on these rules.
+To ask, the test writes the session's id into the file ``preempt`` beside the socket. So tests can
+check what happens after a preemption, and do not depend on the rules for preemptions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Checks that each byte of a block of device memory has one value, piece by piece.
+"""Checks, piece by piece, that all bytes of a block of device memory have the expected value.
 
-All pieces use one small buffer, because page faults are slow. A buffer as large as the block causes
-a page fault for every 4 KiB. A second buffer with the expected bytes would triple this number. For
-64 MiB the faults took 0.13 CPU seconds, and the tests check 64 MiB hundreds of times.
+The pieces share one small buffer, because page faults are slow. A buffer as large as the block
+causes one page fault per 4 KiB. For 64 MiB, these faults took 0.13 CPU seconds, and the tests check
+64 MiB hundreds of times.
 """
 
 from __future__ import annotations

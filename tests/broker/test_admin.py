@@ -16,7 +16,7 @@ from .test_lies import as_nobody, machine_wide, root_only
 
 __all__ = ["machine_wide"]  # a fixture
 
-#: Orders about a session that only an admin may send.
+#: Orders that only an admin may send. Each order is about a session.
 ORDERS = (
     ("recall", {"minutes": 5}),
     ("prioritise", {"priority": "batch"}),
@@ -42,7 +42,7 @@ def test_recall_suspends_a_busy_kernel_and_informs_its_owner(broker, busy):
     notice = wait_until(lambda: busy.link()["notice"], "the notice")
     assert "takes the slice of this kernel back in 3 s: a lecture. Nothing is lost" in notice
     wait_until(lambda: broker.session(busy.session)["suspends"] == 1, "it was suspended")
-    # No other kernel waits, so the cell continues at once.
+    # No other kernel waits, so the kernel gets its slice back at once, and the cell continues.
     wait_until(lambda: busy.state() == "active", "it has a slice again")
     assert busy.do("check") == 64 * MiB
     assert broker.session(busy.session)["recall_at"] is None

@@ -21,7 +21,7 @@ from .kit import wait_until
 
 
 def kill(broker):
-    """Kill the broker that serves now; return when it no longer answers."""
+    """Kill the running broker; return when nothing answers at its socket."""
     if broker.process is not None:
         broker.kill()
         return
@@ -32,7 +32,7 @@ def kill(broker):
 
 @pytest.fixture
 def client(make_broker):
-    """A client that starts a broker again if none answers; the last broker ends with the test."""
+    """Yield a client that restarts the broker if it does not answer; then kill the last broker."""
     broker = make_broker().started
 
     def find():

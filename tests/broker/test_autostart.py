@@ -28,7 +28,7 @@ from .kit import BIG, ONE, Kernel, MiB, wait_until
 
 @pytest.fixture
 def clean(monkeypatch, folder):
-    """The environment of a user without configuration, with a folder for the socket."""
+    """Set the environment of a user without configuration; yield the folder of the socket."""
     for name in list(os.environ):
         if name.startswith(("GPUPOOL_", "JUPYTER_")):
             monkeypatch.delenv(name)
@@ -110,7 +110,7 @@ def test_concurrent_callers_start_one_broker(clean, starters):
 
 
 def test_options_of_a_command_line_reach_the_broker(clean):
-    r"""``jupyter lab --GPUPool.emulate=...`` leaves its options in the server's configuration."""
+    r"""``jupyter lab --GPUPool.emulate=...`` puts its options into the server's configuration."""
     loader = KVArgParseConfigLoader(
         argv=[
             f"--GPUPool.emulate={ONE}",
@@ -157,7 +157,7 @@ def test_broker_that_hangs_at_its_start_is_ended(clean):
 
 
 def test_launch_ends_a_program_that_never_runs_the_broker(clean, monkeypatch):
-    """A file system that does not answer blocks ``exec``: the caller's time limit covers this."""
+    """``exec`` blocks if a file system does not answer. The caller's time limit covers this."""
     stuck, pid = clean / "stuck", clean / "pid"
     stuck.write_text(f"#!/bin/sh\necho $$ > {pid}\nsleep 600\n")
     stuck.chmod(0o755)
@@ -208,7 +208,7 @@ def test_a_broker_without_sessions_ends_itself(make_broker):
     with kernel_on(broker) as one:
         one.attach()
         assert broker.process.poll() is None
-    # The broker's kernel is gone, and no client sends requests.
+    # The broker's only kernel has ended, and no client sends requests. So the broker ends.
     assert broker.process.wait(60) == 0
     assert not broker.socket.exists()
     assert "because it had no session for" in broker.tail()
@@ -258,7 +258,7 @@ def test_option_that_needs_a_restart_is_logged_at_sighup(broker):
 
 @pytest.fixture
 def small_disk(folder):
-    """A file system of one MiB, and a file that fills it."""
+    """Mount a file system of 1 MiB as the state folder; yield an open file there, to fill it."""
     state = folder / "state"
     state.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(state)]
@@ -294,7 +294,8 @@ def test_start_on_a_full_disk_is_refused_with_the_reason(small_disk, make_broker
         assert (answer["ok"], answer["code"]) == (False, "no-space")
         state = broker.folder / "state"
         assert answer["next_step"].startswith(f"Make room on the disk of {state}, or set c.GPUPool")
-        # A launcher starts a killed broker again only with the configuration of that broker.
+        # A killed broker may be restarted only with its own configuration. So the launcher does not
+        # use the other configuration, although it has another state folder.
         other = {"GPUPool": {"emulate": "1x1GiB", "state_dir": str(broker.folder / "other")}}
         with pytest.raises(BrokerUnavailable, match="cannot be started again") as caught:
             ensure_broker(other, str(broker.socket))

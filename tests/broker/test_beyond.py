@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The broker learns how much driver memory the guard does not count, and charges the slice."""
+"""The broker learns how much driver memory the guard misses, and charges this to the slice."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from . import kit
 from .kit import MiB, wait_until
 from .test_guarded import OUT_OF_MEMORY, Program
 
-#: The sizes of a context and of lazily loaded code. The code is larger than the overuse that the
-#: watchdog tolerates on a device of 2 GiB: 128 MiB. The code is smaller than the largest amount
-#: that the broker accepts as driver memory of one process: 256 MiB.
+#: The sizes of a context and of lazily loaded code. The code is larger than 128 MiB: this is the
+#: overuse that the watchdog tolerates on a device of 2 GiB. The code is smaller than 256 MiB: this
+#: is the most that the broker accepts as driver memory of one process.
 CONTEXT, CODE = 32 * MiB, 200 * MiB
 
 
@@ -33,7 +33,7 @@ def parts():
 
 @pytest.fixture
 def begun(make_broker):
-    """Start a program on a broker whose driver gets a quirk after the start."""
+    """Start a broker; then give its driver a quirk, if any, and start a program on the broker."""
     programs = []
 
     def make(memory, *temperament, **config):
@@ -54,7 +54,7 @@ def used(program, size):
 
 def test_lazily_loaded_code_does_not_count_as_overuse(begun):
     broker, program = begun(600 * MiB, "loaded-code", CODE, overuse="end")
-    program.begin(560 * MiB)  # data and context nearly fill the slice; the code exceeds it
+    program.begin(560 * MiB)  # data and context take 592 of 600 MiB; the code does not fit
     used(program, 560 * MiB + CONTEXT + CODE)
     wait_until(lambda: broker.status()["devices"][0]["memory_used"] >= 792 * MiB, "NVML shows it")
     assert program.status()["overuse_bytes"] == 0
@@ -98,7 +98,7 @@ OWNERS = {ProcessId(7, 1): "s"}
 
 
 def look(beyond, session, shown, counted, constant=32, *, before=None, listed=None):
-    """Feed one sample of a process, in MiB; return what the broker has learnt."""
+    """Give the rule one sample of a process; return the MiB that it adds to the guard's count."""
 
     def reading(size):
         slot = Slot(7, 1, 0, 0, 0, 0, (size * MiB,), (constant * MiB,), 0)
@@ -135,7 +135,7 @@ def test_nothing_is_learnt_before_several_samples_agree(rule):
 
 def test_memory_freed_between_two_samples_is_not_learnt(rule):
     for _ in range(10):
-        # The program freed 100 MiB after the NVML sample and before the read of the page.
+        # The program freed 100 MiB between the NVML sample and the second read of the page.
         assert look(*rule, 200, 100, before=200) == 0
 
 

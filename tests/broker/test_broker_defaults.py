@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Default sizes on machines that are too small for them."""
+"""Default sizes that are too large for the machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_kernel_without_a_limit_may_grow_to_the_whole_device(make_broker, asked,
 
 
 def test_slice_cannot_grow_without_the_guard(make_broker):
-    """Only the guard can measure growth, and only the guard can reclaim grown bytes in use."""
+    """Only the guard can measure how far a slice has grown, and take back grown memory in use."""
     broker = make_broker(default_memory="100MiB", default_limit=None, allow_unguarded=True).started
     with broker.client() as client:
         answer = client.call("open", kernel_id="k", label="", request={}, guarded=False)

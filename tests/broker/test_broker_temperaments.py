@@ -1,10 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A real broker on emulated drivers with quirks.
+"""Tests of a real broker on emulated drivers with quirks.
 
-Each quirk is another possible answer to an open question about drivers.
-The emulator's README lists the quirks. The docstring of each test names the quirk that the test
-turns on.
+In some cases it is not known how real drivers behave. A quirk emulates one possible behaviour. The
+emulator's README lists the quirks. A test's docstring begins with the quirk that the test turns on.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def seen(broker, kernel, least):
 
 
 def test_slice_can_have_all_memory_except_the_drivers_residue(ready, made):
-    """residue: the driver uses memory before the first session; no kernel waits for this memory."""
+    """residue: the capacity excludes the memory that the driver uses before the first session."""
     broker = ready(("residue", {"bytes": "40MiB"}))
     (capacity,) = {d["memory_capacity"] for d in broker.status()["devices"]}
     assert capacity == CAPACITY - 40 * MiB - 2 * MiB  # the margin for changes of the residue
@@ -80,8 +79,8 @@ def test_slice_can_have_all_memory_except_the_drivers_residue(ready, made):
     whole.do("alloc", bytes=400 * MiB, byte=7)
     seen(broker, whole, 400 * MiB)
     assert foreign(broker) == [0, 0]
-    # The kernel has filled its slice. The residue grows within the margin, and the kernel still
-    # resumes.
+    # The residue grows by the whole margin of 2 MiB. The kernel's data nearly fills its slice, and
+    # the kernel can still resume.
     away(whole)
     broker.faults.set("residue", bytes="42MiB")
     whole.attach()
@@ -92,7 +91,7 @@ def test_slice_can_have_all_memory_except_the_drivers_residue(ready, made):
 def test_growing_residue_counts_as_outside_the_pool(ready, made):
     """residue: growth beyond the margin counts as memory outside the pool.
 
-    The reason of a wait names no process for this memory.
+    A wait reason mentions this memory, and names no process as its owner.
     """
     broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
     capacity = broker.status()["devices"][0]["memory_capacity"]
@@ -113,7 +112,7 @@ def test_growing_residue_counts_as_outside_the_pool(ready, made):
 
 
 def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
-    """residue: memory that the driver takes over weeks does not count as outside the pool."""
+    """residue: while the device is at rest, the broker measures it again and accepts its growth."""
     broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
     before = broker.status()["devices"][0]["memory_capacity"]
     one = made(broker, "one", memory=SMALL)
@@ -141,7 +140,7 @@ def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
 
 
 def test_context_that_nvml_does_not_list_is_counted_once(ready, made):
-    """nvml-less: the slice covers the context, so the context is not foreign memory."""
+    """nvml-less: NVML does not list the context. It is part of the slice, not foreign memory."""
     broker = ready(("nvml-less", {"bytes": "30MiB"}), devices=["0"])
     kernels = [made(broker, f"k{n}", memory=CAPACITY // 4) for n in range(4)]
     for kernel in kernels[:3]:
@@ -167,7 +166,10 @@ def test_context_that_nvml_does_not_list_is_counted_once(ready, made):
     ids=["as before", "with nothing", "with a little"],
 )
 def test_suspended_kernel_in_nvmls_list_delays_no_other_kernel(ready, made, temperament):
-    """nvml-lag, suspend-keeps: other kernels get the slice, and the broker reports no overuse."""
+    """nvml-lag, suspend-keeps: NVML still lists a kernel after its suspend.
+
+    Other kernels get the memory of its slice, and the broker reports no overuse.
+    """
     broker = ready(
         temperament, ("residue", {"bytes": "4MiB"}), devices=["0"], overuse="end",
         foreign_processes="report",
@@ -206,7 +208,10 @@ def test_kernel_that_grew_in_a_restore_is_suspended_again(ready, made):
 
 
 def test_no_kernel_ends_if_nvml_waits_for_a_copy(ready, made):
-    """nvml-waits: no device is lost, no kernel ends, and a new kernel gets its slice meanwhile."""
+    """nvml-waits: NVML answers only after a kernel's copy.
+
+    Meanwhile, a new kernel gets its slice. The broker treats no device as lost, and ends no kernel.
+    """
     broker = ready(("nvml-waits", {}))
     one, two = made(broker, "one"), made(broker, "two")
     one.attach()
@@ -249,7 +254,7 @@ def test_kernel_survives_a_lock_that_ignores_its_timeout(ready, made):
 
 
 def test_restore_that_fails_and_keeps_the_state_is_retried(ready, made):
-    """restore-keeps-state: the kernel waits, and the reason quotes the driver's error."""
+    """restore-keeps-state: the kernel waits after the failure; the reason quotes the driver."""
     broker = ready(("restore-keeps-state", {}))
     one = made(broker, "one")
     one.attach()
@@ -288,10 +293,10 @@ def test_state_that_can_never_be_restored_counts_as_lost(ready, made):
 
 
 def test_kernel_that_cannot_move_waits_for_its_gpu(ready, made):
-    """The reason of the wait names the old GPU.
+    """The kernel waits for its old GPU, and the wait reason names this GPU.
 
-    The driver could move the self-test's process to another GPU. Later it refuses to move the
-    kernel (fault migration-refused).
+    In the self-test, the driver moved a process to another GPU. Later, the driver refuses to move
+    the kernel (fault ``migration-refused``).
     """
     broker = ready()
     one, busy = made(broker, "one"), made(broker, "busy")

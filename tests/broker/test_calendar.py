@@ -71,7 +71,7 @@ def test_a_change_is_applied_once_when_it_is_due(at):
     status = broker.status()
     assert status["settings"]["idle_timeout"] == 7200
     assert status["schedule"] == {"in_force": ["night"], "next_change": MORNING, "next": []}
-    # The broker reads the clock many more times. It must not apply the change a second time.
+    # Meanwhile the broker reads the clock several times. It must not apply the change again.
     time.sleep(1)
     assert broker.schedules() == ["In force: night"]
     assert "In force: night" in broker.log.read_text()
@@ -161,7 +161,7 @@ def test_night_work_stops_by_day_and_continues_at_night(at):
             wait_until(lambda: worker.state() == "queued" and stands(worker), "the day")
             status = worker.status()
             assert status["preempted"] == why
-            # The pool learns the new time of day a moment later.
+            # The pool learns the new time of day a moment later, so the final reason comes later.
             wait_until(lambda: worker.status()["wait_reason"] == wait, wait)
             with broker.client() as client:
                 told = client.call("why", session=worker.session)
@@ -216,7 +216,7 @@ def test_budgets_follow_a_changed_clock(at):
 
 
 def test_request_after_a_machine_sleep_gets_the_new_budget(at, monkeypatch):
-    """The broker must read the clock at the request: its next regular reading is an hour later."""
+    """The broker must read the clock for the request; its next regular reading is an hour away."""
     monkeypatch.setenv("TEST_LOOK", "3600")
     daily = {"seconds": 1, "renews": "20:00", "then": "refuse"}
     broker = at(EVENING - 3600, schedules=[], quotas={"*": {"gpu_seconds_per_day": daily}})
@@ -226,8 +226,8 @@ def test_request_after_a_machine_sleep_gets_the_new_budget(at, monkeypatch):
         wait_until(lambda: broker.session(kernel.session)["usage"]["spent"], "the budget's end")
     finally:
         kernel.close()
-    # A broker reads the clock when it writes the usage of a lease. The next broker has no lease, so
-    # it does not read the clock for that.
+    # Replace the broker by one without a lease. A broker with a lease reads the clock when it
+    # writes the lease's usage, but here only the request may make the broker read the clock.
     broker.kill()
     assert broker.start()["ok"]
     kernel = Kernel(broker, "second")
@@ -248,7 +248,8 @@ def test_machine_sleep_before_a_restart_is_not_charged(at):
 
     try:
         kernel.attach()
-        # A killed broker loses the usage that it has not written, so the next broker shows less.
+        # Use more than 3 s. A killed broker loses the usage that it has not written yet, and the
+        # next broker must still show more than 1 s.
         wait_until(lambda: used() > 3, "some use")
         broker.set_clock(EVENING + 5 * 3600)
         broker.kill()

@@ -45,7 +45,7 @@ class Echo:
 
 
 def run(folder, scenario):
-    """Run ``scenario(service, connect)`` against a served socket."""
+    """Serve a socket, and run ``scenario(service, connect)``; ``connect()`` opens a connection."""
 
     async def main():
         service, path = Echo(), str(folder / "s")

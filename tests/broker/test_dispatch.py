@@ -53,7 +53,7 @@ class Service:
 
 
 def run(folder, monkeypatch, scenario):
-    """Run ``scenario(service, connect)``; ``connect(uid)`` returns a socket of that user."""
+    """Run ``scenario(service, connect)``; ``connect(uid)`` connects a socket as this user."""
     users = []
     monkeypatch.setattr(module, "peer_of", lambda _socket, _named: Peer(1, users.pop(0), 0))
 
@@ -128,7 +128,8 @@ def test_requests_of_two_users_are_handled_alternately(folder, monkeypatch):
         before_his_last = service.handled[: service.handled.index((BEN, "ping")) + 1]
         last = max(n for n, (uid, _) in enumerate(service.handled) if uid == BEN)
         between = sum(uid == ADA for uid, _ in service.handled[len(before_his_last) : last])
-        # At equal prices, at most one quantum of Ada's requests precedes each of Ben's.
+        # All requests have the same price. So the broker handles at most one quantum of Ada's
+        # requests before each request of Ben.
         assert between <= 20 * (dispatch.QUANTUM + 1)
 
     run(folder, monkeypatch, scenario)
@@ -143,8 +144,9 @@ def test_expensive_requests_get_fewer_turns(folder, monkeypatch):
         his.send(flood(150))
         await messages(his, 150)
         statuses = service.handled.count((ADA, "status"))
-        # At these prices, the broker answers 150 / 8 statuses while it answers 150 pings. The
-        # bound is higher, because a slow ping costs more than its price.
+        # A status has eight times the price of a ping. So the broker should answer 150 / 8 statuses
+        # while it answers 150 pings. The test accepts 150 / 3, because a slow ping costs more than
+        # its price.
         assert statuses < 150 / 3
 
     run(folder, monkeypatch, scenario)
@@ -223,7 +225,7 @@ def test_read_that_waits_too_long_is_refused_with_retry_after(folder, monkeypatc
 
 
 def test_acts_do_not_wait_for_the_reads_of_their_user(folder, monkeypatch):
-    """An act waits neither for reads on another connection nor for a read on its own connection."""
+    """An act overtakes waiting reads, on another connection and on its own connection."""
     small_budgets(monkeypatch, reads=(0.001, 1.0))
 
     async def scenario(service, connect):
@@ -254,7 +256,7 @@ def test_acts_over_the_budget_are_delayed_and_never_refused(folder, monkeypatch)
 
 
 def test_broker_does_not_read_a_flood_beyond_the_budget(folder, monkeypatch):
-    """The broker keeps a few kilobytes of each connection; the rest stays with the sender."""
+    """The broker reads only a few kilobytes ahead from a connection; the sender keeps the rest."""
     small_budgets(monkeypatch, reads=(0.001, 1.0))
 
     async def scenario(service, connect):
@@ -299,7 +301,7 @@ def test_unfinished_requests_of_one_user_are_bounded(folder, monkeypatch):
 
 
 def test_acts_that_wait_for_the_budget_are_bounded(folder, monkeypatch):
-    """The broker once decoded acts before they waited; 100 connections then took 50 MB."""
+    """Acts wait as bytes. The broker once decoded acts first, so 100 connections took 50 MB."""
     small_budgets(monkeypatch, acts=(0.001, 1.0))
     monkeypatch.setattr(module, "MAX_UNFINISHED", 500_000)
     holds = [{"id": f"{n:0200}", "kind": "cell"} for n in range(700)]
@@ -322,7 +324,7 @@ def test_acts_that_wait_for_the_budget_are_bounded(folder, monkeypatch):
 
 
 def test_connection_with_an_unread_answer_gets_no_further_answer(folder, monkeypatch):
-    """Further requests wait until the peer reads, so each connection has one unread answer."""
+    """While a peer has an unread answer, the broker does not handle the peer's further requests."""
 
     async def scenario(service, connect):
         service.load = "y" * 400_000
@@ -397,7 +399,7 @@ def test_user_without_connections_is_forgotten(folder, monkeypatch):
 
 
 class HalfClosed(asyncio.Transport):
-    """A transport whose peer has closed its sending side, and reads nothing."""
+    """A transport to a peer that has closed its sending side and never reads."""
 
     def __init__(self, protocol):
         super().__init__()
@@ -437,7 +439,7 @@ class HalfClosed(asyncio.Transport):
 
 
 def test_unread_bytes_of_closing_connections_are_bounded(monkeypatch):
-    """The broker closes the connections; unread bytes count until the broker discards them."""
+    """The unread bytes of a closing connection count until the broker has discarded them."""
     monkeypatch.setattr(module, "peer_of", lambda _socket, _named: Peer(1, ADA, 0))
     monkeypatch.setattr(dispatch, "USER_UNREAD", 300_000)
 
@@ -445,8 +447,9 @@ def test_unread_bytes_of_closing_connections_are_bounded(monkeypatch):
         service = Service()
         made = []
         for number in range(100):
-            # Each peer leaves fewer unread bytes than the peer before it. So the peer with the most
-            # unread bytes, which the broker chooses, is already closing.
+            # If there are too many unread bytes, the broker closes the connection with the most.
+            # Each peer has fewer unread bytes than the peer before it. So the connection with the
+            # most unread bytes is one that is already closing.
             service.load = "x" * (30_000 - 10 * number)
             connection = Connection(service)
             transport = HalfClosed(connection)
@@ -467,7 +470,7 @@ def test_unread_bytes_of_closing_connections_are_bounded(monkeypatch):
 
 
 def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch):
-    """Stalled requests once blocked all other long requests of the same user."""
+    """Long requests that never became complete once blocked all other long requests of the user."""
     monkeypatch.setattr(module, "READER_PATIENCE", 0.5)
     part = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * (2 * module.CHUNK)
 
@@ -497,7 +500,7 @@ def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch
 
 
 def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
-    """Without this limit, a hundred connections would keep the event loop busy with reads."""
+    """If the broker read all of them at once, a hundred senders would keep its event loop busy."""
     size, count = 200_000, 3 * dispatch.MAX_LONG
     line = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * size
 
@@ -514,7 +517,8 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
 
         long = read_on()
         assert len(long) == dispatch.MAX_LONG, "the others wait in their senders"
-        # Meanwhile the broker reads another user's long request, and Ada's short request.
+        # While Ada's other long requests wait, the broker reads Ben's long request and Ada's short
+        # request.
         (ben, short) = await connect(BEN), await connect(ADA)
         await loop.sock_sendall(ben, line + b'"}\n')
         await loop.sock_sendall(short, b'{"v":1,"type":"ping","id":1}\n')
@@ -539,9 +543,10 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
 
 
 def test_garbage_is_collected_often_and_in_small_parts(folder, monkeypatch):
-    """Each new object replaces an old object here, so Python counts few new objects.
+    """Requests that replace old objects by new objects must not delay the garbage collection.
 
-    Python once scanned all objects during a request because of this.
+    Python counts the new objects less the freed objects, so its count stays low here. In the past,
+    Python therefore scanned all objects in the middle of a request.
     """
     young = []
 

@@ -41,7 +41,7 @@ def journal_there(broker):
     return any((broker.folder / "state").glob("journal*.sqlite"))
 
 
-#: Points of a broker's start, in order. The broker does something different at each point.
+#: Moments in a broker's start, in order. Each function returns True if the broker is that far.
 POINTS = {
     "at once": lambda _: True,
     "lock taken": lambda broker: Path(f"{broker.socket}.lock").exists(),
@@ -55,7 +55,7 @@ POINTS = {
 
 
 def ends(broker, number=signal.SIGTERM, within=WITHIN):
-    """Send a signal; fail unless the broker ends in time and removes its socket."""
+    """Send a signal. The broker must end in time, without force, and remove its socket."""
     found = []
     with suppress(psutil.Error):
         found = psutil.Process(broker.process.pid).children(recursive=True)
@@ -67,8 +67,8 @@ def ends(broker, number=signal.SIGTERM, within=WITHIN):
     wait_until(lambda: not any(p.is_running() for p in found), "the end of its children", 60)
 
 
-#: SIGTERM at each point, and SIGINT at two points. SIGINT has the same handler, so one point before
-#: the broker sets the handler and one point after are enough.
+#: The tests send SIGTERM at each point. SIGINT has the same handler, so they send it at only two
+#: points: before the broker sets the handler, and after that.
 CASES = [
     *((point, signal.SIGTERM) for point in POINTS),
     ("at once", signal.SIGINT),
@@ -98,7 +98,7 @@ def test_broker_ends_at_a_signal_at_any_time_of_its_start(make_broker):
 
 
 def test_signal_is_not_lost_while_a_sample_is_requested(make_broker):
-    """The monitor's wait once lost a cancellation that came at the same moment as the event."""
+    """The monitor once ignored its cancellation if the awaited event came at the same moment."""
     broker = make_broker(sample_interval=0.05).started
     kernels = [kit.Kernel(broker, str(n), memory=64 * kit.MiB) for n in range(2)]
     try:
@@ -113,9 +113,9 @@ def test_signal_is_not_lost_while_a_sample_is_requested(make_broker):
 
 
 def test_broker_with_a_blocked_event_loop_ends_in_time(make_broker):
-    """A thread forces the end: the loop is blocked in a file system call and gets no signal."""
+    """A file system call blocks the event loop, so a thread of the broker must force the end."""
     broker = make_broker().started
-    # The broker's children are stopped, so they answer no request.
+    # Stop the broker's children, so that they answer no request of the broker.
     stopped = psutil.Process(broker.process.pid).children(recursive=True)
     for child in stopped:
         child.suspend()

@@ -186,13 +186,13 @@ def test_stopped_kernel_delays_no_other_kernel(broker, three):
 
 
 def test_agent_that_sends_a_hold_keeps_its_lease(broker, kernel):
-    """The agent sends a hold before it reads the request to yield, so it does not yield."""
+    """An agent that sends a hold before it reads the request to yield refuses to yield."""
     one, two = kernel("one", memory=400 * MiB, agent=False), kernel("two", memory=400 * MiB)
     three = kernel("three", memory=400 * MiB)
     two.attach()
     pushes = []
     with broker.client(on_push=pushes.append) as agent:
-        # This process is no descendant of the kernel, so the broker refuses its hello.
+        # The test's process is not a descendant of the kernel, so the broker refuses its hello.
         code = None
         try:
             agent.call("hello", session=one.session, token=one.token)
@@ -204,8 +204,8 @@ def test_agent_that_sends_a_hold_keeps_its_lease(broker, kernel):
     one.attach()
     three.do("ask", hold="cell")
     three.wait_state("queued")
-    # The agent drops and takes holds quickly. It may or may not have a hold when the request to
-    # yield arrives.
+    # The agent drops a hold and takes the next one at once, again and again. So the request to
+    # yield may arrive while the agent has a hold, or between two holds.
     for number in range(20):
         one.do("drop", hold="cell" if number == 0 else f"c{number - 1}")
         if not one.do("take", hold=f"c{number}"):
@@ -240,7 +240,7 @@ def test_missing_driver_is_explained_in_one_sentence(make_broker, folder):
 
 
 def test_device_that_fails_its_self_test_gets_no_session(broker, three):
-    """A resume fails because of the device, not because of the process."""
+    """After a failed resume, the self-test shows that the device is at fault, not the process."""
     one, two, heir = three
     one.do("drop", hold="cell")
     heir.attach()
@@ -257,7 +257,8 @@ def test_device_that_fails_its_self_test_gets_no_session(broker, three):
     wait_until(drained, "the quarantine")
     assert "self-test" in drained()
     broker.faults.clear()
-    # Five samples a second show that the device is readable. The broker must still not use it.
+    # The broker takes five samples a second, and each sample shows that it can read the device. It
+    # must still not use the device.
     then = broker.status()["now"]
     wait_until(lambda: broker.status()["now"] > then + 1, "five samples")
     assert "self-test" in drained()

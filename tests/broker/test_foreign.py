@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Processes outside the pool on its devices, under each policy."""
+"""What the broker does about processes outside the pool on its devices, for each policy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def scene(make_broker):
-    """Make a broker with a policy and a session, and a stranger on the session's device."""
+    """Start a broker with a policy, then a session, then a stranger on the session's device."""
     made = []
 
     def make(policy):

@@ -49,7 +49,7 @@ def test_several_threads_can_start_processes_at_the_same_time(tmp_path):
 
 
 def test_process_is_in_a_group_of_its_own_from_the_start(tmp_path):
-    """Jupyter's clients send signals to a kernel's group, so it must not be the tests' group."""
+    """Jupyter's clients send signals to a kernel's group. The tests must not be in this group."""
     for _ in range(20):
         process = run(tmp_path, "input")
         with suppress(ProcessLookupError):  # the process has ended
@@ -57,7 +57,7 @@ def test_process_is_in_a_group_of_its_own_from_the_start(tmp_path):
         assert process.wait(60) == 0
 
 
-#: A program that prints the steps of its end in order, and writes buffered output until its end.
+#: A program that prints one word at each step of its end. Python must flush the printed words.
 ENDING = """
 import atexit, ctypes, sys, threading
 text = sys.text = ctypes.create_string_buffer(b"library")

@@ -18,7 +18,7 @@ HIGHER = "a kernel of a higher priority class needs the GPU"
 
 
 class Gang(Worker):
-    """A program with a second process; each of the two works on its own device."""
+    """A program with two processes; each process works on its own device."""
 
     def __init__(self, broker):
         super().__init__(broker, "gang", memory=BIG, devices=2)
@@ -71,7 +71,7 @@ def make(broker):
 
 @contextmanager
 def ended(broker):
-    """Yield a maker of programs, and end its programs afterwards."""
+    """Yield an object that makes programs; end these programs afterwards."""
     made = Maker(broker)
     try:
         yield made
@@ -85,7 +85,7 @@ def gang_of(make):
 
 
 def displaced(make):
-    """Return a preempted gang that waits, and the program that uses one of the gang's devices."""
+    """Return a preempted gang that waits, and the program that got one of the gang's devices."""
     gang, urgent = gang_of(make), make("urgent", priority="interactive")
     urgent.begin(MiB)
     urgent.do("storm")
@@ -119,7 +119,7 @@ def test_gang_loses_and_regains_all_its_devices_together(broker, make):
 
 
 def test_gang_that_lacks_one_of_two_devices_gets_neither(make_broker):
-    """One victim is suspended, and the other victim cannot be suspended yet."""
+    """The gang needs the devices of two programs; the pool cannot suspend one of these yet."""
     broker = make_broker(lock_timeout=0.5).started
     with ended(broker) as make:
         one, two = make("one"), make("two")

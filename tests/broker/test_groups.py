@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Groups in a running broker: whose share a session uses, and what the broker refuses."""
+"""Groups in a running broker: which group's share a session uses, and what is refused."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_broker_warns_of_unknown_users_and_unix_groups(make_broker):
 
 
 class Nss:
-    """An NSS that answers only when a test lets it answer."""
+    """Stands in for NSS; each query of a user's groups waits until the test sets ``go``."""
 
     def __init__(self, *groups):
         self.groups = frozenset(groups)

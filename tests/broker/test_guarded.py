@@ -49,11 +49,11 @@ class Program(kit.Kernel):
         return self.broker.session(self.session)
 
     def mark(self):
-        """Return the step of its landing that the process has reached, read from the page."""
+        """Read from the page which step of its landing the process has reached."""
         return self.in_slot(layout.LANDING_AT)
 
     def sees(self):
-        """Return the device that the process sees as its first, read from the page."""
+        """Read from the page which device is the first device for the process."""
         return self.in_slot(layout.SEES_AT)
 
     def in_slot(self, offset):
@@ -187,7 +187,7 @@ def test_program_survives_an_allocation_beyond_its_slice(program):
 
 
 def test_free_memory_excludes_a_neighbours_guarantee(broker, program):
-    """JAX, TensorFlow and vLLM take all memory that is shown as free: the guard must grant it."""
+    """JAX, TensorFlow and vLLM allocate all memory that CUDA reports as free. They must get it."""
     p = program(memory=100 * MiB, limit=400 * MiB)
     p.begin()
     wait_until(lambda: p.do("info")[0] == 400 * MiB - CONTEXT, "an empty device")
@@ -200,8 +200,8 @@ def test_free_memory_excludes_a_neighbours_guarantee(broker, program):
     neighbours = [q for q in (other, third) if q.status()["slices"][0]["device"] == home]
     assert neighbours, "the machine has two devices, and the three sessions fit on no single one"
     granted = sum(q.status()["granted_bytes"] for q in neighbours)
-    # p may grow into all memory outside the neighbours' slices. Unused memory of these slices does
-    # not count as free.
+    # ``p`` may grow into all memory outside the neighbours' slices. The memory inside these slices
+    # does not count as free, even if the neighbours do not use it.
     wait_until(
         lambda: p.do("info")[0] <= kit.CAPACITY - granted - CONTEXT, "the neighbour's guarantee"
     )
@@ -224,7 +224,7 @@ def test_new_size_counts_at_the_next_allocation(program):
     with pytest.raises(Exception, match="192 MiB"):
         p.server.call("request", session=p.session, memory=100 * MiB)
     assert p.do("free", byte=2) is None
-    # Until the next sample, the broker counts the use from before the ``free``.
+    # Until the next sample, the broker still counts the memory that ``free`` has released.
     wait_until(lambda: p.status()["used_bytes"] == 60 * MiB + CONTEXT, "a sample after it")
     p.server.call("request", session=p.session, memory=120 * MiB)
     assert p.do("alloc", bytes=60 * MiB, byte=2) == OUT_OF_MEMORY
@@ -240,9 +240,9 @@ def test_slice_grows_to_its_limit_out_of_free_memory(program):
 
 
 def test_lone_program_may_use_the_gpu_beyond_host_memory(make_broker):
-    """Another open program keeps its guarantee.
+    """The lone program cannot get the memory that the pool guarantees to another open program.
 
-    After that program has ended, the lone program may use the whole GPU.
+    After the other program has ended, the lone program may use the whole GPU.
     """
     broker = make_broker(emulate="1x512MiB,context=32MiB", host_memory=200 * MiB).started
     p = Program(broker, memory=100 * MiB, limit=512 * MiB)
@@ -262,7 +262,7 @@ def test_lone_program_may_use_the_gpu_beyond_host_memory(make_broker):
 
 
 def test_repeated_refused_allocations_send_few_requests(program):
-    """The guard refuses the next allocations without a request until something changes."""
+    """After a refusal, the guard asks the broker again only when something has changed."""
     p = program(memory=100 * MiB, limit=100 * MiB)
     p.begin(60 * MiB)
     before = p.status()["messages"]
@@ -361,10 +361,10 @@ def test_memory_allocated_past_the_guard_is_reported(make_broker):
 
 
 def test_next_broker_frees_a_slice_that_is_no_longer_used(make_broker):
-    """The use of the slice ends after one broker has died and before the next broker starts.
+    """The holder's last call ends after one broker has died and before the next broker starts.
 
-    The next broker once counted the slice as in use for two more seconds. If this broker was also
-    killed within the two seconds, it served no waiting session.
+    The next broker once counted the slice as in use for its first two seconds. Brokers that were
+    killed within their first two seconds therefore never served the waiting session.
     """
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     holder, waiting = (Program(broker, name, memory=BIG) for name in ("holder", "waiting"))

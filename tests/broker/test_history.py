@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Clients read the journal in bounded pages. Users take turns, and each reads only allowed rows."""
+"""Clients read the journal page by page. Users take turns, and each user gets only allowed rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fill(journal, count, *, reason="r", owners=("ada", "ben")):
 
 
 def pages(journal, *asked):
-    """Return the answers to ``(uid, query)`` in the order of arrival."""
+    """Send each ``(uid, query)``; return each ``(uid, answer)`` in the order of arrival."""
 
     async def main():
         reader, found = JournalReader(journal.path), []

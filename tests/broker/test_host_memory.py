@@ -122,7 +122,7 @@ def test_pressure_is_read_from_events_and_stalls(tree):
 
 
 def test_real_control_group_is_read(tmp_path):
-    """This test needs the right to make a control group. The other tests only write such files."""
+    """This test makes a real control group, and needs the right to. The others only write files."""
     made = None
     root = cgroups.ROOT
     for base, limit in ((root, "memory.max"), (root / "memory", "memory.limit_in_bytes")):
@@ -216,8 +216,8 @@ def test_two_suspends_share_the_room_of_their_common_cgroup(tree):
 
     async def scenario():
         room = HostRoom(tree.host, HostReserve)
-        # Each state alone would fit. The limit is 16 GiB, 1 GiB of it is in use, and a suspend must
-        # leave the reserve, 1.6 GiB, and one eighth more free.
+        # There is room for one of the two states, but not for both. The limit is 16 GiB, and 1 GiB
+        # is in use. A suspend must leave 1.8 GiB free: the reserve of 1.6 GiB and one eighth of it.
         found = await asyncio.gather(room.take("a", 7, 8 * GiB), room.take("b", 8, 8 * GiB))
         assert sorted(bool(why) for why, _ in found) == [False, True]
         assert await room.take("c", 9, 8 * GiB) == ("", False)  # another group of this machine
@@ -244,7 +244,7 @@ def test_room_for_suspended_state_excludes_the_reserve(tree):
 
 
 class HostBroker(kit.Broker):
-    """A broker that finds host memory in a folder beside its socket."""
+    """A broker that reads the files about host memory from a folder beside its socket."""
 
     module = "tests.broker.host_broker"
 
@@ -321,14 +321,15 @@ def test_host_note_names_a_low_limit_before_any_kernel_waits(broker, program):
     three.tell("context")
     reason = "1 idle kernel that cannot be suspended, because host memory is short"
     wait_until(lambda: reason in (three.status()["wait_reason"] or ""), "the reason of the wait")
-    # Free both devices, because cuInit bound ``three`` to one of them.
+    # cuInit has bound ``three`` to one of the two devices. Make both devices free, because the test
+    # does not know which device this is.
     in_group(broker, GiB)
     assert two.do("calm")["error"] == 0
     assert three.answer() is None
 
 
 def test_limit_below_the_slice_leads_to_a_warning(make_broker):
-    """The pool cannot suspend this program, so other kernels once waited without end."""
+    """Host memory never has room for this program's state. Others once waited without end."""
     broker = make_broker(
         preempt=["class"], unsuspendable="ask", unsuspendable_after=["1s", "1s", "1s"]
     ).started
@@ -389,7 +390,7 @@ def test_new_cgroup_memory_events_bring_state_back_to_a_gpu(broker, program):
     one = program("one", "job")
     suspended(broker, one)
     wait_until(lambda: one.status()["host_note"] == "", "nothing is short")
-    # The broker must first read this count, and later a larger count.
+    # The broker must read this count first. It then sees that each later count is larger.
     in_group(broker, 700 * MiB, events=3)
     events = 3
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker in a container whose driver lists the pids of the host."""
+"""A broker in a container. The driver lists processes by the host's pids, not the container's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bystander():
 
 
 def looked(broker, one, times=5):
-    """Wait for several samples. The kernel changes its memory before each sample."""
+    """Let the kernel change its memory, and wait until a sample shows the change; then repeat."""
 
     def seen():
         status = broker.status()
@@ -68,7 +68,7 @@ def foreign(broker):
 
 
 def test_request_for_more_than_half_a_gpu_is_served(broker, program):
-    """Bytes that NVML lists under an unknown pid must not count in addition to the slice."""
+    """If NVML lists the bytes of a slice under an unknown pid, they must not count twice."""
     big = program("big", memory=400 * MiB, limit=400 * MiB)
     other = program("other", memory=400 * MiB, limit=400 * MiB)
     big.begin(300 * MiB, byte=1)

@@ -61,7 +61,7 @@ def test_journals_path_and_content_show_the_machines_id(broker):
 
 
 def test_records_of_another_machine_are_left_alone(make_broker):
-    """Two machines may share a home, and each has its own boot id."""
+    """Two machines may share a home folder. A boot id tells them apart: each has its own."""
     broker = make_broker().started
     path = journal_of(broker)
     one = Kernel(broker, "one")
@@ -192,7 +192,7 @@ def test_living_older_broker_keeps_its_journal(folder, monkeypatch):
 
 
 def older(folder, socket=SOCKET):
-    """Make a journal of an older version with one session; return its path."""
+    """Make a journal with one session, under the file name of an older version; return its path."""
     old = folder / f"journal-{zlib.crc32(os.fsencode(socket)):08x}.sqlite"
     journal = Journal(old, LOG)
     journal.put("s", {"a": 1})
@@ -228,9 +228,10 @@ def test_living_broker_whose_lock_was_deleted_keeps_its_journal(folder):
 
 @pytest.mark.parametrize("boot", ["this", "another"])
 def test_older_journal_open_on_another_machine_is_left_alone(folder, monkeypatch, boot):
-    """All machines with a network home see SQLite's locks there.
+    """SQLite's lock shows that a broker on another machine has the journal open.
 
-    Only the broker's own machine sees the lock of the broker's socket.
+    All machines that mount a network home see SQLite's locks there. But only the broker's own
+    machine sees the lock of the broker's socket.
     """
     old = older(folder)
     if boot == "another":
@@ -334,7 +335,7 @@ def test_user_has_one_journal_for_all_folders_of_sockets():
 
 
 def test_second_broker_joins_the_first_from_another_folder(clean, monkeypatch):  # noqa: F811
-    """XDG_RUNTIME_DIR in cron and tmux differs from XDG_RUNTIME_DIR in the login."""
+    """In cron and tmux, XDG_RUNTIME_DIR may have another value than in the user's login."""
     first = ensure_broker(settings(clean))
     pid = status(first)["pid"]
     (clean / "cron").mkdir()
@@ -433,7 +434,7 @@ def test_deleted_journal_is_written_again(folder):
 
 
 def test_long_log_is_reported_once_and_not_at_each_check(folder):
-    """SQLite writes the log again from the begin of its file, but the file keeps its length."""
+    """SQLite overwrites the log file from its begin after ``tidy``; the file keeps its length."""
     long = []
     journal = Journal(folder / "journal.sqlite", LOG, on_long=lambda: long.append(written))
     for written in range(3000):
@@ -449,7 +450,7 @@ def test_long_log_is_reported_once_and_not_at_each_check(folder):
 
 
 def test_log_is_overwritten_and_not_truncated(folder):
-    """A truncation of the log, and a sync after it, would block the event loop for milliseconds."""
+    """To truncate and sync the log would block the event loop for milliseconds."""
     path = folder / "journal.sqlite"
     journal = Journal(path, LOG)
     log, sizes = Path(f"{path}-wal"), []
@@ -467,7 +468,7 @@ def test_log_is_overwritten_and_not_truncated(folder):
 
 
 def test_commit_that_overwrites_a_long_log_is_not_synced(folder):
-    """A sync would not help: SQLite has not synced the data that it moved from log to file."""
+    """To sync the log would not help: SQLite has moved its data to the database without a sync."""
     journal = Journal(folder / "journal.sqlite", LOG)
     unsynced = []
     for n in range(1500):

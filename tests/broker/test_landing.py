@@ -37,7 +37,7 @@ def devices(broker):
 
 
 def occupy(kernel, but=(), memory=BIG):
-    """Let a program compute on each GPU except ``but``; return the program of each GPU."""
+    """Keep each GPU busy with a program, except the GPUs in ``but``; return the program by GPU."""
     taken, spare = {}, []
     for _ in range(64):
         if not [u for u in devices(kernel.broker) if u not in taken and u not in but]:
@@ -79,8 +79,8 @@ def test_process_that_asked_about_a_gpu_can_get_another_gpu(broker, kernel):
     assert row["device"] == place
     assert row["detail"]["from"] == home
 
-    # NVML shows all memory of the process on the slice's GPU, and none on the GPU that it asked
-    # about.
+    # NVML shows all memory of the process on ``place``, the GPU of its slice. It shows no memory of
+    # the process on ``home``, the GPU that the process asked about.
     def settled():
         found = devices(broker)
         return found[place]["memory_used"] == 64 * MiB + CONTEXT and not any(
@@ -90,7 +90,8 @@ def test_process_that_asked_about_a_gpu_can_get_another_gpu(broker, kernel):
     wait_until(settled, "NVML shows it on its slice", PATIENCE)
 
 
-#: CUDA's results: 3 (not initialised) in a forked child, and 201 (no context).
+#: The errors of ``do_look``. CUDA is not initialised in a forked child: 3. Without a context, CUDA
+#: does not report the free memory: 201.
 REFUSED = {"fork": 3, "cuMemGetInfo_v2": 201}
 
 
@@ -182,9 +183,9 @@ def test_session_with_two_gpus_lands_on_two_other_gpus(make_broker, kernels):
 
 
 def test_eight_kernels_can_land_on_the_only_free_gpu(make_broker, kernels):
-    # Seven other programs compute and must keep their GPUs. ``quiet_after`` is long because a busy
-    # machine delays their calls. ``preempt`` is empty so that no turn ends while the pool serves
-    # the eight kernels.
+    # Seven other programs compute and must keep their GPUs. A busy machine delays their calls, so
+    # ``quiet_after`` is long. ``preempt`` is empty, so that the pool ends no program's turn while
+    # it serves the eight kernels.
     broker = make_broker(
         emulate="8x256MiB,context=16MiB", host_memory="4GiB", quiet_after=1.0, preempt=[]
     ).started
@@ -280,7 +281,7 @@ def test_process_on_a_lost_gpu_gives_its_slice_back(make_broker, kernels):
     wait_until(lambda: "is out of service" in k.status()["wait_reason"], "the reason", PATIENCE)
     assert (k.state(), k.status()["devices"]) == ("queued", [])
     other = kernel(memory=BIG)
-    other.begin(MiB)  # other kernels may use the GPU of the slice that k gave back
+    other.begin(MiB)  # k has given its slice back, so another kernel may use its GPU
     other.do("storm")
     broker.faults.clear()
     assert k.answer(PATIENCE) is None
@@ -290,7 +291,10 @@ def test_process_on_a_lost_gpu_gives_its_slice_back(make_broker, kernels):
 
 
 def refused_move(broker, kernel):
-    """Return a program that waits after a refused move, its first GPU, and the busy programs."""
+    """Return a program that waits because the driver refused its move, and the GPU it waits for.
+
+    The last value is the program that keeps each GPU busy, by GPU.
+    """
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     takers = occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -313,7 +317,7 @@ def test_session_waits_for_its_gpu_after_a_refused_move(broker, kernel):
     )
     (row,) = [row for row in broker.rows("refuse") if row["detail"]["what"] == "land"]
     assert (row["session"], row["detail"]["from"]) == (k.session, home)
-    # Other kernels may use the GPU of the refused slice at once.
+    # The program has given up its slice, so another kernel may use the GPU of this slice at once.
     other = kernel(memory=BIG)
     other.begin(MiB)
     assert other.status()["devices"] != [home]
@@ -353,14 +357,14 @@ def test_refused_move_is_an_error_while_the_slice_is_in_use(broker, kernel):
 
 
 def alone(broker, place, size):
-    """Return whether NVML shows this size on this GPU, and no foreign memory on any GPU."""
+    """Return whether ``size`` bytes are in use on GPU ``place``, and no GPU has foreign memory."""
     found = devices(broker)
     foreign = any(d["memory_foreign"] for d in found.values())
     return found[place]["memory_used"] == size and not foreign
 
 
 class UnmeasuredBroker(kit.Broker):
-    """A broker whose pool does not know the size of a context. It also grants too small slices."""
+    """A broker that does not know the size of a context, so it also grants slices below it."""
 
     module = "tests.broker.unmeasured_broker"
 
@@ -449,7 +453,8 @@ def test_refused_move_ends_after_the_contexts_are_released(broker, kernel):
     set_landing(k, LANDING_MOVES)
     broker.faults.set("migration-refused", pid=k.process.pid)
     assert k.do("land", step="move") == "not-moved"
-    # The test acts as the guard and releases the contexts, which exist only for the move.
+    # The process made its contexts only for the move, so the guard releases them now. The test acts
+    # as the guard: it writes into the page that the landing is over.
     assert k.mark() == LANDING_BEGUN
     assert k.status()["landing"] == [home]
     set_landing(k, LANDING_NONE)
@@ -484,7 +489,8 @@ def test_cuinit_during_a_wait_binds_the_session_to_one_model(mixed, kernels):
     (other,) = [uuid for uuid in devices(mixed) if uuid != home]
     takers[other].kill()
     wait_until(lambda: mixed.session(takers[other].session) is None, "a GPU is free", PATIENCE)
-    # The free GPU is of the other model: only kernels that have not called cuInit can use it.
+    # The free GPU is of the other model. ``k`` cannot use it, because ``k`` has already called
+    # cuInit. A new kernel can use it.
     second = kernel(memory=BIG)
     second.begin(MiB)
     assert second.status()["devices"] == [other]
@@ -528,7 +534,7 @@ def test_attach_without_migration_uses_the_gpu_that_cuinit_saw(make_broker, kern
 
 
 def landing(broker, kernel, fault, **params):
-    """Return a program whose landing hangs in the driver, and the GPU that it asked about."""
+    """Start a landing with this fault in the driver; return the program and its first GPU."""
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     occupy(kernel, but=[u for u in devices(broker) if u != home])

@@ -26,7 +26,7 @@ LOG = logging.getLogger("test")
 
 
 def age(*paths):
-    """Make files older than the files of a broker that is just starting."""
+    """Set the time of files back: they then look too old for a broker that is just starting."""
     then = time.time() - kept.YOUNG - 10
     for path in paths:
         if os.path.lexists(path):
@@ -35,7 +35,7 @@ def age(*paths):
 
 @pytest.fixture
 def dead(folder):
-    """A killed broker with a living kernel, in a folder of sockets."""
+    """Yield a killed broker and its living kernel; the socket is in the user's usual folder."""
     home = folder / f"gpupool-{os.geteuid()}"
     home.mkdir(mode=0o700)
     broker = GuardedBroker(home).started
@@ -52,7 +52,7 @@ def files(broker):
 
 
 def living(kernel):
-    """Start a process with the session's page in its environment."""
+    """Start a process whose environment names the session's page."""
     return subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE,
         env={"GPUPOOL_PAGE": str(kernel.path)},
@@ -128,7 +128,7 @@ def test_pages_of_a_container_are_left_alone(tmp_path):
 
 
 def test_socket_of_a_container_is_kept_until_the_next_boot(dead, folder, monkeypatch):
-    """If /var/tmp is shared, kernels in the container may start their broker again."""
+    """A container may share /var/tmp with the host. Its kernels may restart their broker there."""
     broker, kernel = dead
     monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))
     kernel.kill()

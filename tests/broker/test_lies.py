@@ -89,8 +89,8 @@ def test_process_of_another_user_is_refused(broker, kernel):
     finally:
         other.kill()
         other.wait(60)
-    # The broker closes the connection after the attempt. The session has no process, so it ends
-    # with its connection.
+    # After the attempt, the broker closes the connection that opened the session. The session has
+    # no process, so it ends with this connection.
     wait_until(lambda: broker.session(one.session) is None, "the end of the session")
     assert pool_is_fine(broker)
 
@@ -158,7 +158,7 @@ def test_waits_on_one_connection_are_bounded(broker, kernel):
     blocker[0].do("drop", hold="cell")
     one.do("got", hold="h255")
 
-    # After so many requests, the user may get a status that is a quarter of a second old.
+    # The user has sent many requests. So a status may be up to a quarter of a second old.
     def holds():
         found = broker.session(one.session)
         return len(found["holds"]) if found else 0
@@ -352,7 +352,7 @@ def test_client_refuses_a_socket_that_is_a_link(folder):
 
 
 def test_invalid_text_does_not_stop_the_journal(broker, kernel):
-    """Half a surrogate pair is legal JSON but not UTF-8, and SQLite refuses it."""
+    """JSON may contain half a surrogate pair. UTF-8 cannot encode it, so SQLite refuses it."""
     half = "\ud800"
     with Raw(broker.socket) as raw:
         raw.say(type="open", id=1, kernel_id=half, label=half + "\0\n\x1b[31m")

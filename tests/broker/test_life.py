@@ -106,7 +106,7 @@ def test_three_sessions_share_two_devices_and_lose_no_byte(broker, kernel):
     assert found["state"] == "detached"
     assert found["suspended_bytes"] == (64 + 32) * MiB
     assert first.link()["attached"] is False
-    # The other device becomes free, and the first session resumes there.
+    # The second session's device becomes free, and the first session resumes on it.
     second.do("drop", hold="cell")
     first.attach("again")
     assert broker.session(first.session)["device"] == second_device
@@ -308,7 +308,7 @@ def test_killed_kernel_gives_its_slice_back(broker, kernel, record_property, whe
 
 
 def test_memory_outside_the_pool_is_counted(broker, kernel):
-    """A process without a session takes memory, and the pool does not grant that memory."""
+    """A process without a session allocates memory. The pool counts it as foreign memory."""
     one = kernel("one")
     one.attach()
     device = one.link()["slices"][0][0]

@@ -57,9 +57,10 @@ def test_refused_and_ended_claims_leave_no_lock(folder):
 
 
 def test_lock_on_a_file_that_was_just_removed_does_not_count(folder, monkeypatch):
-    """Another process deletes the lock file after the claim opens it and before the claim locks it.
+    """A lock on a deleted lock file is worthless, because the next process locks a new file.
 
-    So the lock is worthless.
+    Here, another process deletes the lock file after the claim opens it and before the claim locks
+    it.
     """
     path = folder / "broker.sock"
     real, removed = fcntl.flock, []
@@ -181,7 +182,7 @@ def connected(path, listening):
         client.send(b"x")
         listening.setblocking(True)
         listening.settimeout(30)
-        while True:  # the claim checks the socket by a connection, which may be queued here
+        while True:  # the claim has also connected, to check the socket: skip that
             accepted, _ = listening.accept()
             with accepted:
                 if accepted.recv(1) == b"x":
@@ -240,7 +241,7 @@ def test_socket_with_a_full_queue_does_not_count_as_dead(folder, given):
 
 
 def test_link_in_the_place_of_a_users_socket_is_not_followed(folder, monkeypatch):
-    """Root in a container can make such a link if the socket's folder is writable there."""
+    """Root in a container can make such a link if it can write to the socket's folder."""
     path, aim = folder / "broker.sock", folder / "secret"
     aim.touch(mode=0o600)
 

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A user's last login ends while kernels still run: these tests delete what logind deletes.
+"""Kernels still run when their user's last login ends, and logind then deletes files of the user.
 
-logind removes ``/run/user/UID`` with everything in it. With ``RemoveIPC=yes``, it also removes each
-file of the user in ``/dev/shm``, including empty folders. Processes continue (tmux,
-``KillUserProcesses=no``).
+The tests delete the same files. logind removes ``/run/user/UID`` with everything in it. With
+``RemoveIPC=yes``, it also removes each file of the user in ``/dev/shm``, including empty folders.
+Processes continue after the logout, for example in tmux with ``KillUserProcesses=no``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 @pytest.fixture
 def runtime(clean, monkeypatch):  # noqa: F811
-    """A runtime folder that a logout removes, inside the test's folder."""
+    """Make the runtime folder of a login in the test's folder. A logout removes it."""
     (clean / "run").mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(clean / "run"))
     return clean / "run"
@@ -114,7 +114,8 @@ def test_kernels_in_every_state_continue_after_a_logout(
     waiting.wait_state("queued")
 
     log_out(broker)
-    # The process asks the broker for the page, or finds the page that the broker has put back.
+    # Start a process after the logout. It asks the broker for the session's page, or finds the page
+    # that the broker has put back.
     child = spawn(third)
     wait_until(broker.socket.exists, "the socket")
     wait_until(lambda: Path(waiting.env["GPUPOOL_PAGE"]).exists(), "the pages")

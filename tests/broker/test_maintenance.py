@@ -39,7 +39,7 @@ def maintain(broker, action, device="", reason="new driver", timeout=90):
 
 
 def order(broker, device=""):
-    """Return the maintenance order for the whole pool or for a device, as the status shows it."""
+    """Return the maintenance order from the status: for ``device``, or for the whole pool."""
     rows = broker.status()["maintenance"]
     return next((row for row in rows if row["device"] == device), None)
 
@@ -49,7 +49,7 @@ def closed(broker, device=""):
 
 
 def xids(broker):
-    """Return the rows of failures with an Xid; a sample may report a failure before its Xid."""
+    """Return the rows of lost devices that name an Xid. A sample may report a loss without one."""
     return [row for row in broker.rows("device-lost") if "Xid" in row["reason"]]
 
 
@@ -64,7 +64,7 @@ def with_device_files(broker, pid):
 
 @pytest.fixture
 def one(broker, kernel):
-    """An attached session with data, for a pause to suspend."""
+    """Return a session with a slice and data. A pause must suspend it."""
     found = kernel("one.ipynb", memory=400 * MiB)
     found.attach()
     found.do("alloc", bytes=64 * MiB, byte=1)
@@ -90,7 +90,7 @@ def test_pause_suspends_idle_kernels_and_closes_device_files(broker, kernel, one
         assert not children(broker, module), module
     for process in (one.process, two.process, broker.process):
         assert not with_device_files(broker, process.pid)
-    # No kernel gets a slice, and each waiting kernel has the reason.
+    # During the pause, no kernel gets a slice. A kernel that waits shows the pause as its reason.
     one.do("ask", hold="again")
     wait_until(lambda: one.state() == "queued", "it waits")
     wait_until(lambda: (one.link()["queue"] or {}).get("reason") == WHY, "the reason")
@@ -178,11 +178,12 @@ def users_of(broker, index):
 
 
 def test_pool_closes_a_paused_gpus_file_and_names_other_users(broker, kernel, one):
-    """The monitor and the other GPUs' workers used to keep the file open without a message."""
+    """The monitor and other GPUs' workers once kept the file open, and no message named them."""
     uuid = broker.session(one.session)["device"]
     index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
     one.do("drop", hold="cell")
-    # The GPU's self-test and the suspend start both workers and the monitor, which open the files.
+    # The GPU's self-test and the suspend have started the monitor and both workers. These processes
+    # have the device files open.
     elsewhere = kernel("elsewhere.ipynb", memory=400 * MiB)
     idler = kernel("asks.ipynb", launch=False)
     env = {**environment(broker.folder), **without_guard({**os.environ, **idler.env})}
@@ -335,7 +336,8 @@ def test_resume_without_a_driver_is_refused(broker, one):
     state = broker.folder / "broker.sock.emulated"
     machine = (state / "machine").read_bytes()
     broker.disturbed = True
-    # Emulate a driver that does not start: an empty folder replaces the file of its state.
+    # Put an empty folder in the place of the driver's state file. The emulated driver then does not
+    # start.
     (state / "machine").rename(state / "aside")
     (state / "machine").mkdir()
     with pytest.raises(RefusedError):
@@ -389,7 +391,7 @@ def test_interrupted_pause_command_leaves_the_pause_in_force(broker, one):
 
 
 def test_only_an_admin_may_take_gpus_out_of_service():
-    """This tests the rule alone; tests/server tests the identity of peers with two users."""
+    """This test checks only the rule. ``tests/server`` checks, with two users, who a peer is."""
     access = Access(machine_wide=True, own_uid=0, admins=("operator",))
     configuration = types.SimpleNamespace(access=access)
     runner = types.SimpleNamespace(journal=types.SimpleNamespace(meta=lambda _name: ""))
@@ -482,7 +484,7 @@ OPEN_595 = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.71.05  
 
 @pytest.fixture
 def hanging(make_broker):
-    """A broker on a driver that is known to hang after the kill of a restored process."""
+    """Return a broker on a driver that is known to hang when a restored process is killed."""
     broker = make_broker()
     state = broker.folder / "broker.sock.emulated"
     state.mkdir()
@@ -504,7 +506,7 @@ def restored(hanging):
 
 
 def suspended_now(broker, kernel):
-    """Return whether the driver has suspended the process, which then has no device file open."""
+    """Return whether the kernel is suspended: a suspended process has no device file open."""
     return not with_device_files(broker, kernel.process.pid)
 
 
@@ -545,7 +547,7 @@ def test_gpu_is_tested_after_the_kill_of_a_restored_kernel(hanging, restored):
 
 
 def test_restored_kernel_that_exits_is_not_reported_as_killed(hanging, restored):
-    """The kernel's input ends, and the kernel exits without a signal."""
+    """The kernel exits by itself at the end of its input. No signal ends it."""
     uuid = hanging.session(restored.session)["device"]
     restored.process.stdin.close()
     assert restored.process.wait(60) == 0

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Members of a session: other programs than its agent that also hold its slice.
+"""Members of a session: programs that hold the session's slice and are not the session's agent.
 
-The parent of the kernel is an example.
+An example is the parent process of the kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def ancestor():
 
 @pytest.fixture
 def member(broker):
-    """Join a session; return the connection and what the broker pushes there."""
+    """Join a kernel's session as a member; return the connection and its list of pushes."""
     made = []
 
     def join(kernel, **fields):
@@ -128,7 +128,7 @@ def test_only_relatives_of_the_process_can_be_members(broker, kernel):
 
 
 def test_members_do_not_answer_for_the_agent(broker, kernel, member):
-    """Only an answer of the session's agent makes the session yield; a member's answer does not."""
+    """A session yields only if its agent answers. The answer of a member has no effect."""
     one, two = kernel("one"), kernel("two", agent=False)
     third = kernel("three", agent=False)
     first, _ = member(one)

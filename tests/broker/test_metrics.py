@@ -33,7 +33,7 @@ def free_port():
 
 
 def ask(port, path="/metrics", method="GET", **headers):
-    """Return status, content type and text of one request."""
+    """Send a request; return the status, the content type and the text of the answer."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -41,7 +41,10 @@ def ask(port, path="/metrics", method="GET", **headers):
 
 
 def figures(port):
-    """Return {(name without prefix, *sorted label values): value} of every sample."""
+    """Return the value of each sample. Its key is the name without prefix, then the label values.
+
+    The label values are in the order of the labels' names.
+    """
     found = {}
     for family in read_text(ask(port)[2]):
         for name, labels, value, *_ in family.samples:
@@ -105,18 +108,18 @@ def test_both_formats_are_valid_for_their_content_types(served):
     status, kind, text = ask(port, Accept="application/openmetrics-text;version=1.0.0,*/*;q=0.1")
     assert (status, kind.split(";")[0]) == (200, "application/openmetrics-text")
     strict = {f.name for f in read_openmetrics(text)}
-    # In the older format, an info metric is a gauge whose name ends in _info.
+    # The older format has no info metrics: each of them becomes a gauge whose name ends in _info.
     assert {name.removesuffix("_info") for name in plain} == strict
     assert all(name.startswith(PREFIX) for name in plain)
     assert "unknown" not in plain.values()
-    # The broker accepts any text after the name of the format.
+    # The broker also answers requests whose Accept header makes no sense.
     for odd in ("application/openmetrics-text;version=x", "text/plain;version=;;", ",;,", "\xe9"):
         assert ask(port, Accept=odd)[0] == 200
 
 
 @pytest.fixture(scope="module")
 def served():
-    """A broker and its port, for tests that change nothing."""
+    """Yield a broker and its metrics port. All tests that change nothing use this broker."""
     folder = short_folder()
     broker = Broker(folder, metrics_port=free_port())
     yield broker.started, json.loads(broker.config_file.read_text())["GPUPool"]["metrics_port"]
@@ -125,8 +128,8 @@ def served():
     remove(folder)
 
 
-#: One device, and no preemption of running work: on a slow machine, a preemption would end a wait
-#: too early.
+#: One device. The pool preempts no running work: on a slow machine, a preemption could end a wait
+#: before the test has seen it.
 ONE = {"emulate": "1x512MiB,context=32MiB", "preempt": []}
 
 
@@ -196,14 +199,14 @@ def test_metrics_follow_a_session_from_wait_to_suspend(broker, port, kernel):
         ),
         "the refusal",
     )
-    # The counter is the sum of the sessions' own accounts.
+    # The counter must be the sum of the attached seconds in the sessions' accounts.
     total = sum(s["attached_seconds_total"] for s in broker.status()["sessions"])
     assert now["device_attached_seconds_total", device] == pytest.approx(total, abs=30)
     one.close()
     two.close()
     sees(device_granted_bytes=0)
     ended = figures(port)["device_attached_seconds_total", device]
-    kernel("later")  # a page of metrics with this session is newer than the end of the leases
+    kernel("later")  # if the metrics show this session, they are newer than the leases' end
     wait_until(lambda: figures(port)["pool_sessions", "notebook", "detached"] == 1, "a later page")
     assert figures(port)["device_attached_seconds_total", device] == ended > total
 
@@ -284,7 +287,7 @@ def test_rubbish_is_refused_without_a_line_in_the_log(served):
     for name, data in RUBBISH.items():
         with closing(socket.create_connection(("127.0.0.1", port), 20)) as client:
             answer = b""
-            # A reset of the connection counts as a refusal, too.
+            # The broker may also refuse the data by a reset of the connection.
             with suppress(ConnectionResetError, BrokenPipeError):
                 client.sendall(data)
                 while part := client.recv(65536):
@@ -305,11 +308,11 @@ def test_stalled_clients_are_closed_and_delay_no_other_client(served):
             stalled.append(client)
             assert ask(port)[0] == 200
         broker.status()
-        # The last client still stalls, and the answers above did not wait for it.
+        # The broker sent the answers above although the last client still stalls.
         stalled[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             stalled[-1].recv(1)
-        for client in stalled:  # a newer client displaced it, or its deadline passed
+        for client in stalled:  # a newer client or the deadline has closed its connection
             client.settimeout(DEADLINE + 10)
             try:
                 assert client.recv(1) == b""

@@ -34,7 +34,7 @@ WAITS = "jupyter_gpupool_device_wait_seconds_bucket"
 
 
 class Machine:
-    """A pool of two devices with the parts of a broker that the metrics read."""
+    """A pool of two devices, and stubs for the other parts of a broker that the metrics read."""
 
     def __init__(self, **figures):
         self.time = 1000.0
@@ -99,7 +99,7 @@ def as_before():
 
 @pytest.fixture
 def on_machine():
-    """Run a test's coroutine on a machine, in an event loop."""
+    """Return a function that calls a test's coroutine function with a new ``Machine``."""
 
     def run(test):
         async def main():
@@ -240,7 +240,7 @@ def test_attached_seconds_grow_on_every_device_of_a_slice(on_machine):
         machine.time += 100
         assert sorted(seconds()) == [15, 120]
         assert machine.value("device_attached_seconds_total", device=piece.device) == 120
-        # Metrics that are switched on during a lease count only the seconds from then on.
+        # If the metrics are switched on during a lease, they count only the seconds after that.
         machine.runner.busy = {"one": "active"}
         later = f.Attached(machine.runner)
         machine.time += 3
@@ -319,7 +319,7 @@ def test_dashboard_uses_existing_metrics_and_labels():
 
 
 def exported(node):
-    """Return the labels that a dashboard may use, for each sample of a broker's metrics."""
+    """Return the labels of each sample of the broker's metrics. A dashboard may use only these."""
     found = {}
 
     async def look():
@@ -366,7 +366,7 @@ def test_check_of_dashboards_finds_each_wrong_query(query, wrong):
 
 @asynccontextmanager
 async def client(page):
-    """Serve ``page``; yield (server, reader, writer) of a client that has sent its request."""
+    """Serve ``page``, and send a request. Yield the server, and the client's reader and writer."""
     with closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

@@ -24,7 +24,7 @@ from .parts import monitor_of
 
 
 class Core:
-    """A pool and its clock; ``changes`` counts the begins and ends of leases, as in the broker."""
+    """Stands in for the broker's runner. ``changes`` counts the begins and ends of leases."""
 
     def __init__(self):
         self.pool = Pool(PoolSettings(default_memory=GiB, host_memory=16 * GiB))
@@ -122,8 +122,8 @@ def test_monitor_reports_only_changes_to_the_pool(monkeypatch, a_monitor):
     assert runner.told == 2
 
 
-#: A device has 1600 bytes. NVML reports 20 of them as reserved, and the broker has measured that 80
-#: more are reserved.
+#: Bytes of a device: all bytes; the reserved bytes that NVML reports; the further reserved bytes
+#: that the broker has measured.
 TOTAL, RESERVED, KEPT = 1600, 20, 80
 
 #: Pids of an attached, a suspended and a landing session, and of a process without a session.
@@ -180,7 +180,7 @@ def test_sampled_memory_is_attributed_to_its_sessions(
 
 
 def test_longer_samples_are_followed_by_longer_pauses(a_monitor):
-    """While leases change all the time, samples take at most a quarter of the time."""
+    """Even if leases change all the time, the samples take at most a quarter of the time."""
     took, ends = 0.1, []
 
     async def run():
@@ -208,7 +208,7 @@ def test_longer_samples_are_followed_by_longer_pauses(a_monitor):
 
 
 def test_restore_needs_room_for_all_of_its_state():
-    """A restore with less room fails and ends the process."""
+    """If a GPU has less room than the state needs, the restore fails and the process ends."""
     pool = Pool(PoolSettings(resume_headroom=GiB))
     device = Device(
         uuid="G0", index=0, name="x", model="x", memory_total=64 * GiB, memory_reserved=2 * GiB

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The cost of a hostile user to the broker and to other users: attacks on a real broker.
+"""Attacks on a real broker: what a hostile user may cost the broker and other users.
 
-The benchmark ``neighbours`` measures how long others wait; these tests check bounds. If the tests
-run as root, an attack runs as another user, else as the same user. The bounds are equal in both
-cases.
+These tests check bounds; the benchmark ``neighbours`` measures how long other users wait. If the
+tests run as root, each attack runs as another user. Otherwise it runs as the tests' own user. The
+bounds are the same in both cases.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def descriptors(broker):
 
 
 def calm(broker):
-    """Return whether the broker has few open descriptors: the attack's connections are closed."""
+    """Return whether the attack's connections are closed: the broker then has few descriptors."""
     return descriptors(broker) < 60
 
 
@@ -110,14 +110,14 @@ def test_attack_is_bounded_and_leaves_nothing_behind(attacked, kind):
     assert "internal" not in seen["codes"], attacked.tail()
     assert attacked.log.stat().st_size - log < MOST_LOG
     assert "Traceback" not in attacked.log.read_text()
-    # The broker serves others, and has freed what the attack used.
+    # The broker still answers, and has freed the descriptors and the memory that the attack used.
     wait_until(lambda: attacked.status()["pid"] == attacked.process.pid, "the broker", 60)
     wait_until(lambda: calm(attacked), "the attack's connections are closed", 60)
     assert resident(attacked) < quiet + 20_000_000
 
 
 def test_others_are_served_during_a_flood_of_connections(attacked):
-    """A full backlog used to refuse 36 of 57 clients at once."""
+    """The backlog once became full, and 36 of 57 clients were refused immediately."""
     process = start(attacked, "churn", 2)
     try:
         for _ in range(30):
@@ -129,7 +129,7 @@ def test_others_are_served_during_a_flood_of_connections(attacked):
 
 
 def test_backlog_has_its_configured_length(folder):
-    """asyncio's own server would call listen(100) again, which overrides the configured length."""
+    """asyncio's own server would call listen(100), and replace the backlog's configured length."""
     broker = kit.Broker(folder).started
     waiting = []
     try:
@@ -318,9 +318,9 @@ def requests(draw):
 )
 @given(st.lists(requests(), min_size=1, max_size=12))
 def test_no_input_causes_an_internal_error(attacked, messages):
-    """The broker gets requests of a living session in any order and with any values.
+    """The session is open, and the broker gets any requests about it in any order.
 
-    An integer of 400 digits once caused an internal error.
+    A value that once caused an internal error was an integer of 400 digits.
     """
     with (
         subprocess.Popen(["sleep", "600"], start_new_session=True) as kernel,

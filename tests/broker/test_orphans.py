@@ -32,7 +32,7 @@ def broker(make_broker):
 
 @pytest.fixture
 def family(broker):
-    """A suspended kernel, and its suspended child. The child outlives the kernel."""
+    """Yield a suspended kernel and its suspended child. The child does not end with the kernel."""
     one = Program(broker, "one", memory=300 * MiB)
     other = Program(broker, "other", memory=100 * MiB)
     one.begin(32 * MiB)
@@ -96,7 +96,7 @@ def test_no_process_counts_as_dead_when_descriptors_run_out(broker):
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, before[1]))
     raws = []
     try:
-        # The broker has no descriptor to accept these connections.
+        # The broker cannot accept these connections, because it has no free descriptor.
         for _ in range(5):
             raws.append(kit.Raw(broker.socket))
         wait_until(lambda: "The broker can accept no connection now" in broker.tail(), "the log")
@@ -133,7 +133,8 @@ def test_living_process_is_alive_when_no_file_can_be_opened():
         with suppress(OSError):
             while True:
                 opened.append(os.open("/dev/null", os.O_RDONLY))
-        # In the first round, the spare descriptor is left. In the second round, none is left.
+        # In the first round, ``procfs`` can still use its spare descriptor. In the second round,
+        # it has no descriptor at all.
         for _ in range(2):
             assert procfs.presence(me) == "alive"
             assert procfs.identify(os.getpid()) in (me, None)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Another vendor's devices behind the same broker: only ``open_devices`` is different."""
+"""The devices of another vendor. The broker is the same; only ``open_devices`` is different."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_devices_of_another_vendor_are_shown(broker):
     status = broker.status()
     found = {d["uuid"]: (d["name"], d["tier"], d["memory_total"]) for d in status["devices"]}
     assert found == dict.fromkeys(NAMES, ("Host memory", "unguarded", 512 * MiB))
-    # Without a guard a kernel waits for its slice before the cell, not in a device call.
+    # Without a guard, a device call cannot wait for a slice. So a kernel waits before the cell.
     assert status["settings"]["attach"] == "cell"
 
 
@@ -75,7 +75,8 @@ def test_pause_and_restart_keep_a_suspended_session(broker, kernel):
     one.do("drop", hold="cell")
     with broker.client() as admin:
         admin.call("maintain", action="pause")
-        # While the vendor moves the state's file, the file is in neither folder.
+        # Wait for the end of the suspend. While the suspend moves the memory file, the file is in
+        # neither folder.
         one.wait_state("detached", seconds=60)
         assert one.do("where")[0] == "host"
         admin.call("maintain", action="resume")

@@ -24,7 +24,7 @@ SESSIONS = 50
 
 @pytest.fixture
 def slow_clock(monkeypatch):
-    """A clock that shows, at each reading, that the time for one part of the work is over."""
+    """Replace the clock. At each reading of the new clock, the time for a part of work is over."""
     ticks = count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * ratelimit.PART)
     monkeypatch.setattr(ratelimit, "time", clock)

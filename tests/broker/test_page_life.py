@@ -79,7 +79,7 @@ def test_next_broker_opens_the_gate_of_a_killed_broker(make_broker):
     k.close()
 
 
-def test_next_broker_ends_the_pause_of_a_killed_broker(make_broker):
+def test_next_broker_ends_a_pause_that_a_killed_broker_left(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -160,7 +160,7 @@ def test_kernel_without_a_page_needs_the_admins_consent(make_broker, allowed):
 
 
 def taker_of(device, kernel):
-    """Return a kernel that uses the device, and leave the other device free."""
+    """Return a kernel with a busy slice on ``device``. The other device is free afterwards."""
     found, others = None, []
     while found is None:
         one = kernel(memory=BIG)
@@ -201,7 +201,7 @@ def test_home_moves_to_a_device_with_an_idle_lease(broker, kernel):
 
 
 def test_home_has_the_number_of_devices_of_the_last_request(broker, kernel):
-    """cuInit shows this number of devices even if every device was busy at the request."""
+    """cuInit must show the requested number of devices, even if all devices are busy then."""
     k = kernel(memory=BIG)
     (home,) = k.devices()
     taker_of(home, kernel)
@@ -247,7 +247,7 @@ def test_refusals_reach_the_agent(broker, kernel):
     k.lease()
     with kit.Raw(broker.socket) as raw:
         raw.say(type="hello", id=1, session=k.session, token=k.token)
-        # This process is no kernel, so the broker must refuse it.
+        # The test's process is not the kernel, so the broker must refuse its hello.
         assert raw.read()["type"] == "error"
     k.do("start")
     wait_until(lambda: k.link()["greeted"], "the agent's hello")
@@ -258,7 +258,7 @@ def test_refusals_reach_the_agent(broker, kernel):
 
 
 def test_client_cannot_change_the_flags_of_the_brokers_page(kernel):
-    """With O_APPEND, Linux would append the broker's bytes to the page, and leave the gate open."""
+    """With O_APPEND, the broker's writes would go to the page's end, and not close the gate."""
     k = kernel(memory=BIG)
     k.lease()
     with k.asking("page") as raw:
@@ -276,8 +276,8 @@ def test_client_cannot_change_the_flags_of_the_brokers_page(kernel):
 def test_page_is_sent_once_to_a_client_that_does_not_read(kernel):
     """Linux limits how many files of a user may be sent through sockets and not yet received.
 
-    Each unread copy of a page counts. After a client had used up the limit, new kernels in all
-    containers ran without their page.
+    Each page that the broker has sent and the client has not read counts. A client once used up the
+    limit. New kernels in all containers then ran without their page.
     """
     k = kernel(memory=BIG)
     who = {"session": k.session, "token": k.token}
@@ -296,7 +296,7 @@ def test_page_is_sent_once_to_a_client_that_does_not_read(kernel):
 
 
 def taken(raw, answers):
-    """Read ``answers`` positive answers. Return the descriptors in the answers, already closed."""
+    """Read ``answers`` positive answers. Close the descriptors in them; return their numbers."""
     found, text = [], b""
     while text.count(b"\n") < answers:
         data, new, _, _ = socket.recv_fds(raw.socket, 1 << 16, 64)
@@ -311,7 +311,7 @@ def taken(raw, answers):
 def test_file_lease_on_a_page_does_not_delay_a_new_broker(tmp_path):
     layout.Page.create(tmp_path / "s.page", "s", os.getuid()).close()
     holder = os.open(tmp_path / "s.page", os.O_RDONLY)
-    # Linux sends SIGIO to the holder of the file lease.
+    # When another process opens the file, Linux sends SIGIO to the holder of the file lease.
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     try:
         fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_RDLCK)
@@ -342,7 +342,7 @@ def test_process_in_many_slots_of_a_page_is_checked_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("way", ["own link", "link of another", "file"])
 def test_abandoned_page_removes_only_its_own_link(tmp_path, way):
-    """A link names a descriptor's number. After a close, the number may belong to another page."""
+    """A link names the page by a descriptor's number. After a close, another page may have it."""
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
     kept = ControlPages(tmp_path, {}, at(tmp_path), logging.getLogger())
     session = SimpleNamespace(id="s", page=page, uid=os.geteuid(), process=None)

@@ -18,7 +18,7 @@ from . import kit
 from .guardkit import CAPTURES, CLOSED, INFLIGHT, OPEN, PINS, UNUSED, Guarded, GuardedBroker
 from .kit import BIG, MiB, wait_until
 
-#: Seconds without a call after which a session counts as quiet here.
+#: In these tests, a session counts as quiet after this many seconds without a call.
 QUIET = 0.3
 
 
@@ -64,8 +64,8 @@ def test_lease_is_in_the_page_before_the_answer(broker, kernel):
     assert k.granted() == BIG
     assert k.devices() == k.status()["devices"]
     assert k.served
-    # The test touches the gate, because on a slow machine the kernel may already be idle and have
-    # no hold.
+    # On a slow machine, the kernel may already be idle and have no hold. So the test touches the
+    # gate, and the broker sees a new use.
     wait_until(lambda: k.touch() and holds(k) == ["device"], "its use")
 
 
@@ -83,7 +83,10 @@ def test_call_makes_an_idle_kernel_active_without_a_message(broker, kernel):
 
 @pytest.mark.parametrize("inside", [0, 1])
 def test_end_of_a_cell_ends_the_use_in_cell_mode(make_broker, inside):
-    """A grace period after a cell would delay other kernels. A call in the driver counts as use."""
+    """The use ends with the cell, because a grace period would delay other kernels.
+
+    Only a call that is still inside the driver counts as use after the cell.
+    """
     broker = make_broker(quiet_after=600).started
     k = Guarded(broker, memory=BIG, attach="cell", agent=True)
     k.attach("c1")
@@ -100,7 +103,7 @@ def test_end_of_a_cell_ends_the_use_in_cell_mode(make_broker, inside):
 
 
 def test_kernel_without_a_cell_yields_its_slice_at_once(make_broker):
-    """``quiet_after`` has no effect: after a call at the gate, the agent reports that it rests."""
+    """The agent reports that the kernel rests, so the broker does not wait for ``quiet_after``."""
     broker = make_broker(quiet_after=600, attach="lazy").started
     kernels = [Guarded(broker, memory=BIG, agent=True) for _ in range(3)]
     *holders, late = kernels
@@ -143,7 +146,7 @@ def test_agent_that_reconnects_learns_of_the_demand(make_broker):
         assert k.touch()
     with late.asking() as waiting:
         late.wait_state("queued")
-        # The agent of this holder connects only now, after the demand.
+        # The agent of this holder connects only now, after ``late`` has asked for a slice.
         holders[0].do("start")
         assert waiting.read()["type"] == "ok"
     for k in kernels:
@@ -161,7 +164,7 @@ def test_kernel_with_a_call_inside_the_driver_is_not_idle(broker, kernel):
 
 
 def test_graph_recording_keeps_the_slice(broker, kernel):
-    """A lock would break the recording, so the suspend waits for the end of the recording."""
+    """The driver's lock would break the graph recording, so the suspend waits for its end."""
     k = kernel(memory=BIG)
     k.lease()
     k.set(CAPTURES, 1)
@@ -188,7 +191,7 @@ def test_suspend_is_refused_if_a_graph_recording_begins(make_broker):
 
 
 def test_abandoned_recording_keeps_no_slice(make_broker, monkeypatch):
-    """No call came for a long time, so nothing will end the recording."""
+    """The kernel made no call for a long time, so the broker does not wait for the recording."""
     monkeypatch.setenv("TEST_ABANDONED", "1")
     broker = make_broker(quiet_after=QUIET).started
     k = Guarded(broker, memory=BIG)
@@ -302,7 +305,7 @@ def test_new_size_is_in_the_page_at_once(broker, kernel):
     k.server.call("request", session=k.session, memory=200 * MiB)
     assert k.granted() == 200 * MiB
     assert k.limit() == 200 * MiB
-    # The guard's count is exact even before the next sample.
+    # The broker reads the guard's count at the request. It does not wait for the next sample.
     k.use(150 * MiB)
     with pytest.raises(Exception, match="150 MiB"):
         k.server.call("request", session=k.session, memory=120 * MiB)
@@ -347,7 +350,7 @@ def test_growth_into_a_neighbours_slice_is_refused(broker, kernel):
 
 
 def vain(k, device=0):
-    """Return the smallest size that the page refuses. If it is 0, the guard asks the broker."""
+    """Return the smallest size that the page refuses. With 0, the page refuses no size."""
     return struct.unpack_from("<Q", k.map, layout.VAIN_AT + 8 * device)[0]
 
 
@@ -360,7 +363,8 @@ def test_page_shows_a_refused_growth_until_memory_is_free(make_broker):
     assert vain(second) == 0
 
     def refused():
-        # An event of the monitor may follow the answer and clear the page: ask again.
+        # After the answer, an event of the monitor may clear the refusal in the page. So each try
+        # asks again.
         assert second.ask("grow", device=0, bytes=200 * MiB)["code"] == "no-memory"
         return vain(second)
 
@@ -398,7 +402,7 @@ def test_session_without_an_agent_is_suspended_and_comes_back(broker, kernel):
 
 
 def test_kernel_used_since_the_last_sample_is_not_suspended(make_broker):
-    """A touched gate means use, although the kernel is still idle in the pool."""
+    """A touched gate shows a new use, although the pool still treats the kernel as idle."""
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -432,12 +436,13 @@ def test_pinned_kernel_is_recognised_without_a_driver_call(broker, kernel):
 
 
 def test_call_that_does_not_return_keeps_the_slice(make_broker):
-    """The call is still inside the driver after the gate closes, so the gate opens again."""
+    """A call stays inside the driver after the gate is closed. So the broker reopens the gate."""
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
     k.wait_state("idle")
-    # A call is inside the driver and the gate is untouched: only the process's counter shows it.
+    # A call is inside the driver, but the gate is untouched. Only the counter of the process shows
+    # the call.
     k.set(INFLIGHT, 1)
     k.server.call("release", session=k.session)
     k.wait_state("active")
@@ -454,7 +459,7 @@ def test_used_bytes_are_what_the_guard_counts(broker, kernel):
     (piece,) = seen["slices"]
     assert piece == {"device": seen["device"], "granted_bytes": BIG, "used_bytes": 123 * MiB}
     wait_until(lambda: k.status()["footprint_bytes"] == 123 * MiB, "the pool knows")
-    # This allocation bypasses the guard, like a program that opens the driver by its path.
+    # Allocate without the guard. A program that opens the driver by its path can do this, too.
     k.do("alloc", bytes=200 * MiB, byte=2, devices=[seen["device"]])
     wait_until(lambda: (k.status()["footprint_bytes"] or 0) >= 200 * MiB, "NVML sees more")
     wait_until(lambda: k.status()["used_bytes"] >= 200 * MiB, "which counts as its use")
@@ -551,8 +556,8 @@ def test_kernel_with_overuse_is_suspended_before_it_is_ended(make_broker):
     k.server.call("release", session=k.session)
     k.wait_state("detached", seconds=60)
     k.lease()
-    # The kernel may end before it answers. It allocates the memory, and does not fill it. On a busy
-    # machine, the fill would take more than 5 s, but a suspend waits only 5 s for work on the GPU.
+    # Do not wait for the answer, because the kernel may end before it. The kernel does not fill the
+    # memory: on a busy machine this takes more than 5 s, and a suspend waits only 5 s for GPU work.
     k.tell("alloc", bytes=220 * MiB, byte=None)
     k.process.wait(60)
     row = wait_until(lambda: broker.rows("retired"), "suspended again", 60)[0]

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 @pytest.fixture
 def orphaned(clean, monkeypatch):  # noqa: F811
-    """Yield a killed broker and its kernel with a slice. The test then runs in another login."""
+    """Yield a killed broker and its kernel with a slice. The test has another runtime folder."""
     broker = At(clean, ensure_broker(settings(clean, idle_timeout=77)))
     one = Kernel(broker, "one")
     one.attach()
@@ -93,7 +93,7 @@ def test_broker_starts_anywhere_once_the_kernels_have_ended(orphaned, clean):  #
 
 
 def test_broker_started_elsewhere_names_socket_and_processes(make_broker, folder):
-    """The socket is in another folder of the same user: both folders share a journal."""
+    """The new broker's socket is in another folder of the same user. The journal is the same."""
     broker = make_broker()
     (folder / "gpupool").mkdir()
     broker.socket = folder / "gpupool" / "broker.sock"
@@ -125,7 +125,8 @@ def test_other_state_dir_is_refused_while_kernels_live(clean):  # noqa: F811
     record = startrecord.record_path(broker.socket)
     old = json.loads(record.read_text())
     assert old["journal"] == str(clean / "state" / old["journal"].rpartition("/")[2])
-    # The program in the broker's record is gone, so a server tries its own configuration.
+    # The record of the broker names a program that does not exist. So a server tries to start a
+    # broker with its own configuration, which has another state_dir.
     record.write_text(json.dumps({**old, "command": ["/no/such/python", "-m", "x"]}))
     with pytest.raises(BrokerUnavailable) as caught:
         ensure_broker(settings(clean, state_dir=str(clean / "other")))
@@ -133,7 +134,8 @@ def test_other_state_dir_is_refused_while_kernels_live(clean):  # noqa: F811
     assert str(one.process.pid) in caught.value.message
     assert str(clean / "state") in caught.value.next_step
     assert not [*(clean / "other").glob("*.sqlite")]
-    # The broker starts with the right state_dir, or with any state_dir once its kernels have ended.
+    # The broker starts with the old state_dir. After its kernels have ended, it also starts with
+    # another state_dir.
     ensure_broker(settings(clean))
     assert one.state() in ("active", "idle")
     with_pid(status(broker.socket)["pid"])
@@ -150,7 +152,7 @@ def test_other_state_dir_is_refused_while_kernels_live(clean):  # noqa: F811
 
 @pytest.fixture
 def moved(folder):
-    """Yield a killed broker, its kernel, and a page outside the broker's folder."""
+    """Yield a killed broker, its kernel, and the kernel's page, which is in another folder."""
     broker = GuardedBroker(folder).started
     one = Guarded(broker, "one", memory=kit.BIG, launch=False)
     older = SHARED_MEMORY / f"gpupool-{os.geteuid()}-{'0' * 12}"

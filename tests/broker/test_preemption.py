@@ -54,7 +54,7 @@ class Worker(Program):
 
     def contend(self, contended):
         """Write into the program's page whether another session waits, as the broker does."""
-        # Wait until the broker has written that no session waits.
+        # The broker's first look also writes this: that no session waits. Let it write first.
         wait_until(lambda: self.page().gate == layout.UNUSED, "the broker's first look")
         page = layout.Page.open(Path(self.env["GPUPOOL_PAGE"]))
         page.set_contended(contended)
@@ -84,7 +84,7 @@ def program(broker):
 
 
 def at_work(program, **request):
-    """Return a program in the middle of its work; it also has 64 MiB of one byte to check."""
+    """Return a program in the middle of its work. It also has 64 MiB of bytes to check later."""
     p = program("worker", **request)
     p.do("on_interrupt")
     p.begin(64 * MiB, byte=7)
@@ -94,7 +94,7 @@ def at_work(program, **request):
 
 
 def further(p, rounds=3):
-    """Wait until the program has done the given number of further rounds."""
+    """Wait until the program has done ``rounds`` more rounds of its work."""
     before = p.do("rounds")["rounds"]
 
     def gone_on():
@@ -106,7 +106,7 @@ def further(p, rounds=3):
 
 
 def stands(p):
-    """Return whether a thread of the program waits at the gate."""
+    """Return whether exactly one thread of the program waits at the gate."""
     return p.status()["waiting"] == 1
 
 
@@ -181,7 +181,7 @@ def test_all_processes_of_a_session_are_preempted_together(broker, program):
 
 
 def test_submitted_work_is_finished_before_the_suspend(broker, program):
-    """The work drains first, so the copy in host memory has its results."""
+    """The submitted work ends before the copy to host memory, so the copy has its results."""
     worker = at_work(program)
     worker.do("spin", seconds=0.5)
     broker.preempt(worker)
@@ -248,7 +248,7 @@ def test_preemption_is_refused_if_a_call_does_not_return(make_broker):
 
 
 def test_preemption_is_refused_if_work_does_not_drain(make_broker):
-    """No call is inside the driver, but the submitted work exceeds the time-out of the lock."""
+    """No call is inside the driver, but the submitted work takes longer than the lock waits."""
     broker = make_broker(lock_timeout=0.5).started
     worker = Worker(broker, "worker", memory=BIG)
     try:
@@ -265,7 +265,7 @@ def test_preemption_is_refused_if_work_does_not_drain(make_broker):
         worker.close()
 
 
-#: GPU kernels in the queue: together they take four seconds.
+#: GPU kernels that a test submits: 400 kernels of 0.01 s each, together 4 s of work.
 QUEUE = {"count": 400, "seconds": 0.01}
 
 
@@ -291,7 +291,10 @@ def test_queue_drains_in_time_only_under_contention(make_broker, contended):
 
 
 def test_page_shows_contention_while_another_session_waits(make_broker):
-    """The page shows this only if the pool may preempt running work, which must drain first."""
+    """The pool may preempt running work here, and the work must drain before a preemption.
+
+    If the pool may not preempt running work, the page does not show contention.
+    """
     broker = make_broker(preempt=["turns"], max_swap_overhead=0.001).started
     program = Maker(broker)
     try:
@@ -346,15 +349,15 @@ def slow(broker):
 
 @pytest.mark.parametrize("moment", ["calls drain", "work drains", "state is copied", "it waits"])
 def test_program_survives_the_kill_of_a_broker_at_any_moment(make_broker, moment):
-    """The next broker finds the program in the middle of a preemption.
+    """The broker is killed in the middle of a preemption, and the next broker finds this state.
 
-    The program continues, and every byte is right.
+    The program must continue, with every byte right.
     """
     broker = make_broker().started
     program = Maker(broker)
     try:
         worker = at_work(program)
-        # ``spin`` delays the end of a suspend by 4 s, and the gate stays closed for this time.
+        # ``spin`` submits work of 4 s. A suspend waits for this work, with the gate closed.
         if moment == "calls drain":
             worker.do("spin", seconds=4)
             worker.do("storm")
@@ -406,7 +409,7 @@ def test_program_survives_the_kill_of_a_broker_during_a_resume(make_broker):
 
 @pytest.mark.parametrize("moment", ["its work drains", "its state is copied"])
 def test_program_survives_the_kill_of_the_brokers_workers(make_broker, moment):
-    """The broker undoes or refuses the suspend, as the driver's answer requires."""
+    """After its workers' death, the broker asks the driver, and undoes or refuses the suspend."""
     broker = make_broker().started
     program = Maker(broker)
     try:
@@ -428,7 +431,7 @@ def test_program_survives_the_kill_of_the_brokers_workers(make_broker, moment):
 
 
 def helpers(broker):
-    """Return the processes that make the driver's checkpoint calls."""
+    """Return the broker's worker processes, which make the driver's checkpoint calls."""
     found = psutil.Process(broker.process.pid).children()
     return [p for p in found if "child_programs worker" in " ".join(p.cmdline())]
 
@@ -463,7 +466,7 @@ def test_killed_program_frees_all_its_memory(make_broker, moment):
 
 
 def test_program_continues_after_its_agent_disconnects(broker, program):
-    """The agent's hold ends after a while, but the calls of the processes still need the GPU."""
+    """The hold of an agent ends a while after its disconnection. Calls still need the GPU."""
     worker = at_work(program)
     worker.do("hold", hold="cell-1")
     wait_until(lambda: len(worker.status()["holds"]) == 2, "the cell's hold")

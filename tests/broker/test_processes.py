@@ -33,7 +33,7 @@ def child():
 
 
 def death_of(child, act, *, fallback=False):
-    """Call ``act``, which kills the child; return when the death is reported."""
+    """Call ``act``, which must kill the child. Return when ``Death`` has reported its end."""
 
     async def main():
         loop = asyncio.get_running_loop()
@@ -133,7 +133,7 @@ def test_parent_does_not_replace_a_killed_child():
 
 
 def test_descendants_leave_out_a_broker_started_by_the_notebook():
-    """The broker that asks may itself be a child of the kernel that it must end."""
+    """A broker may be a child of the kernel whose descendants it must end. It leaves itself out."""
     script = (
         "import os, subprocess, sys\n"
         "from jupyter_gpupool import cgroups, procfs\n"

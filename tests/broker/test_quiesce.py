@@ -69,7 +69,7 @@ def test_ended_process_is_quiet_at_once(process):
 
 
 def test_cpu_ticks_are_read_if_schedstat_is_missing(process, monkeypatch):
-    """Without schedstat, every thread once looked like a thread that had ended."""
+    """If schedstat was missing, the broker once took every thread for a thread that had ended."""
     real = procfs._read
 
     def without(pid, name):

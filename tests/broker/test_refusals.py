@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""State that the driver refuses to restore counts as lost after many refusals over a long time."""
+"""A state counts as lost if the driver refuses many times, over a long time, to restore it."""
 
 from jupyter_gpupool.broker.gpu.refusals import MOST, PATIENCE, STALE, Refusals
 

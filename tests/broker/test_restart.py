@@ -43,7 +43,8 @@ def test_running_cell_keeps_its_slice_over_a_restart(broker, kernels):
     one.do("alloc", bytes=16 * MiB, byte=5)
     restart(broker, one)
     found = broker.session(one.session)
-    # The program has just used its device: the guard's hold may or may not be over.
+    # The program has just used its device. So the session may still have the hold ``device`` for
+    # this use; ignore that hold.
     holds = {h["id"] for h in found["holds"]} - {"device"}
     assert (found["state"], holds) == ("active", {"cell"})
     assert found["device"] == got["slices"][0][0]
@@ -148,7 +149,7 @@ def with_state(kernels):
 
 @pytest.mark.parametrize("emulate", ["", "1x1GiB"], ids=["no driver", "another machine"])
 def test_broker_without_the_kernels_devices_ends_no_kernel(broker, kernels, emulate):
-    """A user may start `jupyter gpupool broker` by hand where a server emulates devices."""
+    """A user may start `jupyter gpupool broker` by hand, without the server's emulated devices."""
     one, two, three = with_state(kernels)
     broker.kill()
     right = json.loads(broker.config_file.read_text())["GPUPool"]["emulate"]
@@ -209,7 +210,8 @@ def test_restart_during_a_suspend_loses_no_bytes(broker, kernels):
     broker.kill()
     broker.faults.clear()
     restart_all(broker, one, two, three)
-    # The suspend ends or is undone; the waiting kernel gets its slice, and no bytes are lost.
+    # The new broker completes or undoes the suspend. The waiting kernel gets its slice, and no
+    # bytes are lost.
     three.do("got", hold="cell")
     three.do("drop", hold="cell")
     one.attach("again")
@@ -261,7 +263,7 @@ class PerCell(Kernel):
 
 
 def test_agent_that_is_slow_to_return_keeps_its_slice(broker, kernels):
-    """A cell in a C library keeps the GIL, so its agent is silent. The kernel keeps its slice."""
+    """While a cell in a C library keeps the GIL, the agent is silent. It keeps its slice."""
     one, two = kernels("one", "two", memory=400 * MiB, kind=PerCell)
     three = kernels("three", memory=400 * MiB)[0]
     one.attach()
@@ -274,8 +276,8 @@ def test_agent_that_is_slow_to_return_keeps_its_slice(broker, kernels):
     three.wait_state("queued")
     assert one.state() == "active"
     one.answer()
-    # Ask the broker and not the kernel: the agent notices the death of the old broker only after
-    # the cell.
+    # Ask the broker for the holds. The kernel's own answer may be out of date, because its agent
+    # notices the old broker's death only after the cell.
     holds = lambda: [hold["id"] for hold in broker.session(one.session)["holds"]]  # noqa: E731
     wait_until(lambda: holds() == ["cell"], "its return")
     one.do("drop", hold="cell")
@@ -318,7 +320,7 @@ def test_damaged_journal_is_logged_and_the_pool_continues(broker, kernels):
 
 
 def test_reboot_ends_all_sessions(broker, kernels):
-    """After a reboot the boot id differs, and start times of processes count from a new zero."""
+    """A reboot changes the boot id, and start times of processes count from the new boot."""
     (one,) = kernels("one")
     one.attach()
     broker.kill()

@@ -35,13 +35,13 @@ def parts():
 
 @pytest.fixture
 def dead(forked, killed):
-    """A broker that was killed; its successor is forked, see ``forks.py``."""
+    """Return a killed broker. The broker that replaces it is forked, see ``forks.py``."""
     return killed
 
 
 @pytest.fixture
 def killed(make_broker):
-    """A broker that was killed; its successor is executed, and ends with the test."""
+    """Yield a killed broker. The broker that replaces it is executed, and ends with the test."""
     broker = make_broker(idle_timeout=77).started
     broker.kill()
     yield broker
@@ -50,7 +50,7 @@ def killed(make_broker):
 
 
 def kill(broker):
-    """Kill the broker's successor, and wait for its end."""
+    """Kill the broker that now serves at the socket of ``broker``, and wait for its end."""
     with_pid(int(broker.socket.with_name("broker.sock.lock").read_text().split()[0]))
 
 
@@ -69,7 +69,7 @@ def test_killed_broker_is_restarted_with_its_configuration(dead):
 
 
 def test_other_server_restarts_the_broker_with_its_old_options(dead):
-    """Kernels may depend on the old configuration; ``test_differences`` covers the message."""
+    """Kernels may depend on the old options. ``test_differences`` tests the message about this."""
     path = ensure_broker({"GPUPool": {"emulate": ONE, "idle_timeout": 5}}, str(dead.socket))
     assert dead.status()["settings"]["idle_timeout"] == 77
     assert path == dead.socket
@@ -92,7 +92,7 @@ def test_only_one_of_many_launchers_starts_the_broker(dead):
     wait_until(lambda: not startrecord.being_started(dead.socket), "the launchers' end")
     assert dead.status()["pid"] == pid
     assert dead.tail(1 << 20).count(" listens at ") == 2
-    # The broker is no child of this process, and not in its session.
+    # The broker must not be a child of this process.
     assert int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) != os.getpid()
 
 
@@ -102,11 +102,12 @@ def test_third_failed_start_says_why_and_names_the_log(dead):
         starting.revive(dead.socket)
     assert "nonsense" in caught.value.message
     assert startfailures.read_failures(dead.socket).count == 3
-    # The next caller does not wait, and no broker starts before the pause is over.
+    # Until the pause is over, the next caller fails at once, and no broker starts.
     with pytest.raises(BrokerUnavailable, match="nonsense"):
         starting.revive(dead.socket)
     assert startfailures.read_failures(dead.socket).count == 3
-    # A successful start, here with a server's own configuration, resets the count.
+    # A server starts a broker with its own configuration. This start succeeds, so the count of
+    # failures is 0 again.
     ensure_broker({"GPUPool": {"emulate": ONE, "state_dir": str(dead.folder / "state")}},
                   str(dead.socket))  # fmt: skip
     assert startfailures.read_failures(dead.socket).count == 0
@@ -162,7 +163,7 @@ def test_broker_that_crashes_records_its_error(dead):
 
 
 def test_broker_is_detached_from_the_session_that_started_it(killed, monkeypatch):
-    """The broker must not end with the notebook that starts it, nor belong to its session."""
+    """A broker that a notebook starts must outlive it, and have no part in its pool session."""
     monkeypatch.setenv("GPUPOOL_SESSION", "outer")
     monkeypatch.setenv("GPUPOOL_TOKEN", "secret")
     startrecord.remove_record(killed.socket)
@@ -183,9 +184,9 @@ def replace_in_record(broker, **changes):
 
 
 def test_broker_that_is_killed_as_it_starts_is_started_again(dead, tmp_path, monkeypatch):
-    """A start does not count as failed if somebody kills the broker during the start.
+    """If somebody kills the broker during a start, this start does not count as failed.
 
-    Three killed starts once made all waiting calls fail.
+    In the past, all waiting calls failed after three such starts.
     """
     monkeypatch.setattr(startfailures, "DEATH_PAUSES", (0.0,))
     starts = tmp_path / "starts"

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Endless requests of one user add few rows to the journal that all users share."""
+"""Even if a user sends requests without end, they add few rows to the journal of all users."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_allowance_refills_and_idle_users_are_forgotten():
 
 
 def test_journal_stays_small_after_many_short_sessions(make_broker):
-    """The broker once wrote 1.6 GB of write-ahead log in 20 s here."""
+    """In this test, the broker once wrote 1.6 GB into its write-ahead log within 20 s."""
     broker = make_broker().started
     log, most = Path(f"{broker.status()['broker']['journal']}-wal"), 0
     with broker.client() as client:
@@ -62,8 +62,8 @@ def test_journal_stays_small_after_many_short_sessions(make_broker):
             client.call("close", session=name, reason="z" * 200)
             if n % 50 == 0:
                 most = max(most, log.stat().st_size)
-    # The broker overwrites the log when no other connection reads it. While ``tidy`` waits for the
-    # disk, the log grows. On a busy machine, it grew by 3 MiB.
+    # The broker overwrites the log from its begin if no other connection reads the log. But while
+    # ``tidy`` waits for the disk, the log grows: on a busy machine, by 3 MiB.
     assert most < 2 * journal_module.MAX_LOG
     broker.stop()
     assert broker.started

@@ -23,12 +23,12 @@ from jupyter_gpupool.errors import RefusedError
 from . import kit
 from .kit import Kernel
 
-#: Seconds after which the watchdog would end the broker.
+#: The watchdog ends the broker after this many seconds without a message from the broker.
 WATCHDOG = 3
 
 
 class Managed(kit.Broker):
-    """A broker under a service manager: the test acts as systemd, with its two protocols."""
+    """A broker under a service manager. The test acts as systemd: socket activation and notify."""
 
     def __init__(self, folder, **config):
         super().__init__(folder, **config)
@@ -104,7 +104,7 @@ def test_children_do_not_inherit_the_managers_variables():
     }  # fmt: skip
     supervisor = Supervisor(here)
     assert here == {"HOME": "/"}
-    # The supervisor does not use a socket that is meant for another process.
+    # ``LISTEN_PID`` names another process, so the supervisor must not use the socket.
     assert supervisor.listening(kit.ROOT / "x") is None
 
 
@@ -133,7 +133,7 @@ def test_lost_ready_message_is_repeated_and_pings_continue(folder, monkeypatch):
         monkeypatch.setattr(supervisor_module.socket, "socket", make)
         variables = {"NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "30000"}
         supervisor = Supervisor(variables)
-        supervisor.ready("here")  # this message and the next two, from keep_alive, fail
+        supervisor.ready("here")  # this message fails; so do two later ones of keep_alive
         alive = asyncio.ensure_future(supervisor.keep_alive())
         heard, loop = [], asyncio.get_running_loop()
         while heard[-1:] != ["WATCHDOG=1"] or "READY=1\nSTATUS=here" not in heard:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A pause suspends kernels that have only called cuInit, if the driver can do that."""
+"""If the driver can suspend a process after cuInit alone, a pause suspends such kernels."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_kernel_that_ends_while_suspended_leaves_no_session(driver, kernel):
 
 
 def test_process_that_keeps_a_device_file_open_is_named(driver, kernel):
-    """The broker does not trust the suspend; it reads the open files in /proc."""
+    """After a suspend, the broker still looks in /proc for processes with open device files."""
     k = kernel(memory=BIG)
     k.do("ask")
     path = driver.folder / "broker.sock.emulated" / "nvidiactl"
@@ -166,7 +166,7 @@ def test_pause_names_the_suspend_that_it_waits_for(driver, kernel):
     children = psutil.Process(driver.process.pid).children()
     workers = [child for child in children if "worker" in child.cmdline()]
     for worker in workers:
-        worker.suspend()  # SIGSTOP: the worker's call to the driver does not end
+        worker.suspend()  # SIGSTOP: the worker cannot finish its suspend
     maintain(driver, "pause", seen)
     what = "the suspend of kernels that have only called cuInit"
     wait_until(lambda: what in order(driver, seen)["step"], "what it waits for", PATIENCE)

@@ -52,7 +52,7 @@ def test_status_shows_the_limits_that_apply_to_requests(make):
 
 
 def test_status_shows_the_largest_request_that_is_granted(make):
-    """On each of its two devices, a session may have half of the quota or of host memory."""
+    """Host memory (400 MiB) is the limit: a session may have 200 MiB on each of two devices."""
     broker = make(
         emulate=MACHINE, host_memory="400MiB", quotas={"*": {"memory": "600MiB", "devices": 2}}
     )
@@ -75,7 +75,7 @@ def test_status_shows_the_largest_request_that_is_granted(make):
 
 
 def test_measured_use_is_shown_for_each_device(make):
-    """The kernel has no guard, and uses only one of its two devices."""
+    """A kernel without the guard has two devices, and uses memory on the first one only."""
     broker = make(emulate=MACHINE)
     kernel = Kernel(broker, "a", memory=200 * MiB, devices=2)
     try:
@@ -128,7 +128,7 @@ def test_idle_kernel_needs_room_for_its_use_not_its_slice(make):
 
 
 def test_device_is_sampled_until_a_sessions_memory_is_free(make):
-    """The last sample must not show a process that is about to end."""
+    """The process outlives its session. The broker takes samples until the process has ended."""
     broker = make(emulate=MACHINE, sample_interval=0.1)
 
     def used():
@@ -177,7 +177,7 @@ def test_status_shows_when_a_session_opened_and_became_idle(make):
 
 
 def test_reason_for_a_missing_device_is_shown(make):
-    """The status names a problem only if this machine has no device."""
+    """The broker uses real GPUs. If this machine has none, the status says why."""
     status = make(emulate="").status()
     if status["devices"]:
         assert status["problem"] == ""

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Readers get notices of changes that have no journal row, once the session is quiet."""
+"""A session may change without a journal row: its readers get a notice once it is quiet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jupyter_gpupool.kernel.holds import BRIEF
 
 
 def told(*, forget=""):
-    """Return the notices that a reader gets after three changes of ``a`` and one of ``b``."""
+    """Return the notices of a reader, if session ``a`` changes three times and ``b`` once."""
     heard = []
 
     async def main():
@@ -35,7 +35,10 @@ def told(*, forget=""):
 
 
 def queue_told(readers):
-    """Return the times of the first reader's notices while the queue changes all the time."""
+    """Return the times of the first two notices of a queue that changes all the time.
+
+    The notices go to ``readers`` readers.
+    """
     heard = []
 
     async def main():

@@ -48,7 +48,7 @@ class Worker(threading.Thread):
             time.sleep(0.002)
 
     def held(self):
-        """Return whether the page pauses this kernel now: an expired pause does not count."""
+        """Return whether the page has a pause for this kernel that has not expired."""
         paused = self.kernel.gate() == PAUSED
         return paused and time.monotonic_ns() < self.kernel.pause_until()
 
@@ -91,7 +91,7 @@ def test_sole_kernel_does_not_wait(worker):
     one, other = worker(10), worker(10)
     wait_until(lambda: one.paused and other.paused, "turns are kept")
     other.stop()
-    # The neighbour's last turn may still run. After that turn, the broker pauses no kernel.
+    # The last turn of ``other`` may still run. After this turn, the broker does not pause ``one``.
     before = one.calls
     wait_until(lambda: one.calls > before + 50, "it goes on")
     wait_until(lambda: one.kernel.gate() != PAUSED, "open")

@@ -77,7 +77,7 @@ def test_killed_broker_loses_few_seconds_of_usage(make_broker, goes_on):
 
 
 def stored(broker):
-    """Return what another broker would count for this user today."""
+    """Return today's usage of this user from the journal; -1 if the journal has none."""
     import sqlite3
 
     with broker.client() as client:

@@ -14,7 +14,7 @@ from .kit import Broker
 
 
 def in_a_child(work):
-    """Return the number that ``work`` returns in a fork of this process."""
+    """Call ``work`` in a forked child process; return its result as a number."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -30,7 +30,7 @@ def in_a_child(work):
 
 
 def test_only_the_event_loop_has_a_short_time_slice(tmp_path):
-    usual = time_slice(0)  # 0 before Linux 6.12, which cannot report or change a time slice
+    usual = time_slice(0)  # 0 before Linux 6.12: no older kernel reports a time slice
     short = SLICE if usual else 0
     broker = Broker(tmp_path)
     try:

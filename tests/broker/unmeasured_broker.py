@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose pool does not know the size of a CUDA context: no self-test has measured it."""
+"""A broker whose self-test does not measure the size of a CUDA context."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from jupyter_gpupool.protocol import decode, encode
 
 
 class Broker:
-    """Answer each request with ``answers[type]``.
+    """A broker that answers each request with ``answers[type]``.
 
-    The value has the fields of an ``ok`` answer, or is an error message. If ``snapshots`` is set,
-    each status request gets the next element of ``snapshots``, and the last element repeats. If the
-    element is None, the broker closes the connection instead.
+    A value of ``answers`` has the fields of an ``ok`` message, or is an error message. If
+    ``snapshots`` is not empty, each status request gets the next snapshot. The last snapshot
+    repeats. If a snapshot is None, the broker does not answer and closes the connection.
     """
 
     def __init__(self, path: Path) -> None:

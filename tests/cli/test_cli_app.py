@@ -156,14 +156,14 @@ def test_example_of_day_and_night_can_be_loaded():
     assert times.base.pool.groups["students"].cap.percent == 50
     noon = datetime(2026, 11, 27, 11, tzinfo=timezone.utc).timestamp()
     assert times.rules(noon) == ()
-    # At each time from Friday evening to Monday morning, a schedule is in force.
+    # The two schedules leave no gap between Friday evening and Monday morning.
     assert [names for at, names in walk(times, noon, 3)] == [
         ("weekend",), ("weekend, the whole day",), (),
     ]  # fmt: skip
 
 
 def walk(times, now, steps):
-    """Yield the times of the next changes, and the schedules in force after each one."""
+    """Yield the time of each of the next changes, and the schedules in force after the change."""
     for _ in range(steps):
         now, rules = times.next_change(now)
         yield now, times.names(rules)

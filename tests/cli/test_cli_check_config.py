@@ -34,7 +34,7 @@ NOON, EVENING = "2026-11-23T12:00+01:00", "2026-11-23T22:00+01:00"
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """A machine with two GPUs. Its own files name all its users."""
+    """A machine with two GPUs. Its users are all in its own files, not in a directory service."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(check_config, "knows_everybody", lambda: True)
     two = [{"memory_capacity": 80 * GiB}] * 2

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``doctor``: each check on a prepared machine, and all checks on this one."""
+"""The checks of ``doctor``: each check on a faked machine, and all checks on this machine."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make all
 
 
 class Outside:
-    """A broker outside the container, which answers ``status`` with its own process number."""
+    """A broker outside the container. Its answer to ``status`` has the pid of the tests."""
 
     def __init__(self, folder):
         self.path = folder / "broker.sock"
@@ -108,7 +108,7 @@ def test_doctor_inside_defaults_to_the_machines_socket(monkeypatch):
 
 @root_only
 def test_socket_that_belongs_to_the_overflow_user_is_refused(outside, tmp_path, monkeypatch):
-    """In this user namespace every file of an unmapped user belongs to the overflow uid."""
+    """In a user namespace, the files of unmapped users seem to belong to the overflow uid."""
     os.chown(outside.path, 65534, -1)
     table = tmp_path / "uid_map"
     monkeypatch.setattr(inside, "_NAMESPACE", table)

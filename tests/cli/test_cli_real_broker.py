@@ -24,7 +24,7 @@ MiB = 1 << 20
 
 @pytest.fixture(scope="module")
 def real_broker():
-    """Start ``jupyter gpupool broker``; return its socket once it reports that it is ready."""
+    """Start ``jupyter gpupool broker``, wait until it is ready, and yield its socket."""
     folder = Path(tempfile.mkdtemp(prefix="gpupool-"))
     reading, writing = os.pipe()
     environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder), "JUPYTER_CONFIG_PATH": ""}
@@ -144,7 +144,7 @@ def test_pause_is_shown_until_resume(opened, capsys):
     assert main(["pause", "--reason", "new driver"]) == 0
     out = capsys.readouterr().out
     assert "new driver; no process of the pool has a device file open.\n" in out
-    # A second pause prints one line; doctor shows the pause as a warning, not as a failure.
+    # A repeated pause prints one line. Doctor shows a paused GPU as a warning, not as a failure.
     assert main(["pause", "--reason", "new driver"]) == 0
     assert capsys.readouterr().out.count("paused by the administrator") == 1
     main(["doctor", "--json"])

@@ -32,7 +32,10 @@ LAYOUT = Layout(
 
 @pytest.fixture
 def call(tmp_path, monkeypatch):
-    """Call the command on a machine whose programs only record their arguments."""
+    """Return a function that installs the service with fake programs such as ``systemctl``.
+
+    The fake programs only record their arguments.
+    """
     programs, machine, calls = tmp_path / "bin", tmp_path / "machine", tmp_path / "calls"
     programs.mkdir()
     machine.mkdir()
@@ -323,7 +326,7 @@ def test_systemd_accepts_the_units_and_rates_them_safe(tmp_path):
             capture_output=True, text=True, check=False, timeout=120,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
-    # systemd rates the exposure from 0 (safe) to 100; a unit without any restriction gets 96.
+    # systemd rates the exposure of a unit: 0 is safe, and a unit without any restriction gets 96.
     rated = subprocess.run(
         ["systemd-analyze", "security", "--offline=true", "--threshold=42",
          units["gpupool.service"]], capture_output=True, text=True, check=False, timeout=120,
@@ -358,7 +361,7 @@ def test_scripts_run_a_broker_in_a_path_with_special_characters(tmp_path):
     assert layout.socket.parent.is_dir()
     assert layout.state.stat().st_mode & 0o777 == 0o700
     script = written(tmp_path, "openrc", layout)["gpupool"]
-    # OpenRC's own script, too, passes the arguments to supervise-daemon through the shell's eval.
+    # Split the arguments with the shell's eval, as OpenRC does before it calls supervise-daemon.
     done = subprocess.run(
         ["sh", "-c", '. "$1"; eval "set -- $command_args"; "$command" "$@"', "sh", script],
         capture_output=True, text=True, check=True, timeout=60,

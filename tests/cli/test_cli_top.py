@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def crowd(**changes):
-    """A pool: a busy, an idle and a waiting kernel, and another user's kernel without figures."""
+    """A pool with four kernels: busy, idle, waiting, and another user's kernel without figures."""
     return pool(
         devices=[device(memory_granted=12 * GiB, utilisation=41)],
         sessions=[
@@ -51,7 +51,7 @@ def top():
 
 
 def press(top, *keys):
-    """Press keys; return the last order that the keys gave."""
+    """Press the keys. Return the last order that they send to the broker, or None."""
     found = None
     for key in keys:
         found = top.press(key) or found
@@ -163,13 +163,13 @@ def test_picture_fits_the_screen_and_shows_the_selected_line(top):
         assert "bbbb" in found[at]
 
 
-#: The bytes that a terminal sends for keys without a letter.
+#: The bytes that a terminal sends for arrows, function keys and similar keys.
 UP, DOWN, PAGE_UP, PAGE_DOWN = "\x1bOA", "\x1bOB", "\x1b[5~", "\x1b[6~"
 HOME, END, F1, F9, F10, ESCAPE = "\x1bOH", "\x1bOF", "\x1bOP", "\x1b[20~", "\x1b[21~", "\x1b"
 
 
 def keeps(session):
-    """The order that ``R`` gives for the selected session. It shows which session is selected."""
+    """Return the order that ``R`` sends if ``session`` is selected."""
     return "recall", {"session": session, "cancel": True}
 
 
@@ -177,8 +177,8 @@ def drains(device="0", action="drain"):
     return "maintain", {"action": action, "device": device}
 
 
-#: Keys, and the order that the keys give, or None. Sorted by waste, the sessions are bbbb, aaaa,
-#: cccc, dddd.
+#: Pairs: the keys, and the order that the keys send (None: no order). At first, the table is sorted
+#: by waste: bbbb, aaaa, cccc, dddd.
 TYPED = [
     (DOWN + "Ry", keeps("aaaa")),
     (UP + "Ry", keeps("bbbb")),

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose users can run this interpreter, even if only root may enter its folder."""
+"""A broker that runs this interpreter as its users, even from a folder only for root."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Machines with separate networks: each machine is a network namespace on one bridge.
 
-Only root can create them. A process in a namespace reaches the other machines only through the
-bridge, as a host does through a switch. A cut cable loses packets: no connection is reset, and no
-process learns of the loss.
+Only root can create network namespaces. A process in a namespace reaches the other machines only
+through the bridge, as a host does through a switch. If a test cuts the cable of a machine, packets
+are lost, but no connection is reset, and no process gets an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NEWNET = 0x40000000
 
 
 def can_have_hosts():
-    """Return whether this process may create network namespaces, and has the program for it."""
+    """Return whether this process may create network namespaces, and the program ``ip`` exists."""
     return os.geteuid() == 0 and shutil.which("ip") is not None
 
 
@@ -32,10 +32,10 @@ def ip(*words, check=True):
 
 
 def _lock_one():
-    """Lock a free number for this run; return the locked file and the number.
+    """Lock a number that no other run has; return the lock file and the number.
 
-    So two runs at the same time have different networks. When a run is killed, its lock becomes
-    free.
+    With different numbers, two runs at the same time have different networks. Linux frees the lock
+    of a killed run.
     """
     for number in range(250):
         lock = Path(f"/run/gpupool-network-{number}.lock").open("a")  # noqa: SIM115
@@ -47,7 +47,7 @@ def _lock_one():
 
 
 class Hosts:
-    """A network of machines. ``address`` has the address of each."""
+    """A network of machines. ``address`` maps a machine's name to its IP address."""
 
     def __init__(self, names):
         self.names = names
@@ -69,7 +69,7 @@ class Hosts:
             ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "lo", "up")
             ip("-n", space, "link", "set", "eth0", "up")
-            # A program on the machine finds its own address through the default route.
+            # Programs on the machine need a default route to find the machine's own address.
             ip("-n", space, "route", "add", "default", "via", self._own)
         return self
 
@@ -85,7 +85,7 @@ class Hosts:
 
     @contextmanager
     def at(self, name):
-        """Enter a machine inside this block; processes that start in it stay on the machine."""
+        """Enter a machine for the length of a block. Processes that the block starts stay there."""
         with open("/proc/thread-self/ns/net") as before:
             with open(f"/run/netns/{self._space(name)}") as space:
                 _enter(space.fileno())

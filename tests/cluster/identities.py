@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""MUNGE daemons for tests: each has its own socket, and some share a key."""
+"""MUNGE daemons for tests. Each daemon has its own socket, and several daemons share a key."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def has_munge():
 
 @contextmanager
 def munge_daemons(*names, keys=None):
-    """Run a daemon for each name; yield their sockets.
+    """Run a MUNGE daemon for each name; yield the sockets by name.
 
-    Daemons that are not in ``keys`` share one key.
+    All daemons whose names are not in ``keys`` share one key.
     """
     if not _DAEMON:
         pytest.skip("munged is missing: apt-get install munge")
@@ -80,7 +80,7 @@ except RefusedError as error:
 
 
 def as_nobody(method, socket, text):
-    """Return the daemon's answer to the user ``nobody``."""
+    """Call a method of ``Munge`` as ``nobody``; return its result, or the code of a refusal."""
     done = subprocess.run(
         [sys.executable, "-c", _AS, method, socket, text], capture_output=True, text=True,
         timeout=60, cwd=ROOT, env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=False,

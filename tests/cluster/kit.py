@@ -76,7 +76,7 @@ class Cluster:
     make_broker = broker_kit.Broker
 
     def __init__(self, folder, *, sockets=None, of_node=None, **config):
-        """``sockets`` is a folder for broker sockets; ``of_node`` maps a node to more options."""
+        """``sockets`` is a folder for broker sockets. ``of_node`` has the own options of nodes."""
         self.folder = Path(folder)
         shared = {
             "cluster_nodes": list(self.names),
@@ -116,7 +116,7 @@ class Cluster:
     def at(self, name):
         """Return a context in which processes start on a machine.
 
-        Here, all machines are on one host.
+        The context of this class does nothing, because all its machines are on one host.
         """
         return nullcontext()
 
@@ -149,10 +149,10 @@ class Cluster:
     def attached(self, sessions=None):
         """Return how many slices the machines have granted at one instant.
 
-        This method reads the brokers one after the other. If one machine gives back a slice
-        meanwhile and another machine grants one, the sum has one slice too many. If the sum exceeds
-        the quota, the method reads all brokers again, and counts only the slices that both rounds
-        find: these slices were in use between the two rounds.
+        This method asks the brokers one after the other. Between two answers, a machine may give
+        back a slice, and another machine may grant one: the sum is then too large by one. So if the
+        sum exceeds the quota, the method asks all brokers again. It counts only the sessions that
+        have slices in both rounds: they had these slices at the same time, between the rounds.
         """
         found = having_slices(self.sessions() if sessions is None else sessions)
         return len(found if len(found) <= QUOTA else found & having_slices(self.sessions()))

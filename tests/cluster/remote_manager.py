@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A Jupyter server's kernel manager, run as a user. Each line of standard input is a step.
+"""Runs a Jupyter kernel manager as a user. Each line of standard input calls a method.
 
 ``python -m tests.cluster.remote_manager SOCKET HOME``
 """
@@ -37,7 +37,7 @@ def manager_of(kernel_id, *, remote):
         kernel_spec_manager=KernelSpecManager(),
     )  # fmt: skip
     if remote:
-        # use this provisioner, as if the kernelspec named it
+        # the manager must use this provisioner, whatever the kernelspec names
         found.provisioner = GPUPoolRemoteProvisioner(
             kernel_id=kernel_id, kernel_spec=found.kernel_spec, parent=found
         )
@@ -62,7 +62,8 @@ class Manager:
     async def run(self, code):
         said = []
         found = {"content": {"status": "aborted"}}
-        # After an error, ipykernel aborts all requests until its queue has been empty once.
+        # After an error in a cell, ipykernel aborts all requests until its queue is empty. So send
+        # the request again.
         while found["content"]["status"] == "aborted":
             found = await self.client.execute_interactive(
                 code, timeout=90, output_hook=lambda m: said.append(printed(m["content"]))
@@ -94,7 +95,7 @@ class Manager:
         return await self.manager.provisioner.wait()
 
     async def takes_over(self):
-        """Return whether a second provisioner finds the kernel with the data of the first."""
+        """Return whether a new provisioner with the old one's data finds the kernel alive."""
         info = await self.manager.provisioner.get_provisioner_info()
         other = GPUPoolRemoteProvisioner(
             kernel_id="a-kernel", kernel_spec=self.manager.kernel_spec, parent=self.manager
@@ -103,7 +104,7 @@ class Manager:
         return await other.poll() is None
 
     async def refused(self, memory):
-        """Return why the manager cannot start a kernel with this much memory."""
+        """Try to start a kernel with this much memory; return the type and text of the error."""
         self.manager.provisioner.memory = memory
         try:
             await self.manager.start_kernel(cwd="/")
@@ -113,11 +114,10 @@ class Manager:
             self.manager.provisioner.memory = 0
 
     async def timed(self, remote, memory, beside):
-        """Start another kernel; return its cost and its machine.
+        """Start another kernel; return the elapsed seconds, the processor seconds and the machine.
 
-        The cost covers the time from the start of the kernel to its first answer. It has the
-        elapsed seconds, and the processor seconds of the kernel, of this process and of the
-        processes ``beside``.
+        Both numbers cover the time from the start of the kernel to its first answer. The processor
+        seconds are the sum for the kernel, this process and the processes ``beside``.
         """
         manager = manager_of(str(uuid.uuid4()), remote=remote)
         if remote:

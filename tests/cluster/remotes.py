@@ -25,7 +25,7 @@ from .identities import NOBODY, munge_daemons
 from .kit import Cluster
 
 ROOTS = os.geteuid() == 0
-#: The users of two kernels. Only root can run kernels of two users.
+#: The user ids for the kernels. Only root can run kernels of two users.
 USERS = (NOBODY, pwd.getpwnam("daemon").pw_uid) if ROOTS else (os.geteuid(),)
 USER = USERS[0]
 
@@ -49,7 +49,7 @@ class Pair(Cluster):
 def write_remote_kernelspec(data, **config):
     """Write a kernelspec like :data:`KERNEL` into ``data``, a user's Jupyter folder.
 
-    Its kernels start on the machine that the cluster chooses.
+    The cluster chooses the machine for each kernel of this kernelspec.
     """
     installed = Path(sys.prefix) / "share/jupyter/kernels" / KERNEL / "kernel.json"
     spec = json.loads(installed.read_text())
@@ -65,7 +65,7 @@ def write_remote_kernelspec(data, **config):
 def identified(make, addresses=None):
     """Run a cluster of the class ``make``, with a MUNGE daemon for each machine.
 
-    ``addresses`` has the address of each machine, if they are not on one host.
+    ``addresses`` maps a machine to its address; a machine without an entry has 127.0.0.1.
     """
     with munge_daemons(*make.names) as daemons:
         folder = short_folder()
@@ -93,7 +93,7 @@ def identified(make, addresses=None):
 
 
 def running_as(uid):
-    """Return the words to put before a command so that the command runs as this user."""
+    """Return the prefix that makes a command run as this user."""
     return as_user(uid) if ROOTS and uid else []
 
 
@@ -176,7 +176,8 @@ class RemoteKernel:
         self.client = BlockingKernelClient()
         self.client.load_connection_info({"transport": "tcp", **kept, **self.secrets})
         self.client.start_channels()
-        # On a busy machine, the client's own check could miss a heartbeat and report a dead kernel.
+        # Do not call the client's ``wait_for_ready``. On a busy machine, it may miss a heartbeat
+        # and report a dead kernel.
         wait_until(self._hears, "the kernel to be heard")
         return self.client
 
@@ -189,7 +190,8 @@ class RemoteKernel:
         """Run a cell; return its output, or the name of its error."""
         said = []
         found = {"content": {"status": "aborted"}}
-        # After an error, ipykernel aborts all requests until its queue has been empty once.
+        # After an error in a cell, ipykernel aborts all requests until its queue is empty. So send
+        # the request again.
         while found["content"]["status"] == "aborted":
             found = self.client.execute_interactive(
                 code, timeout=60, output_hook=lambda m: said.append(shown(m["content"]))

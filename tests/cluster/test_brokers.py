@@ -50,7 +50,7 @@ def cluster(machines):
 
 
 def two_and_a_third(cluster):
-    """Attach a kernel on each of two machines; let a kernel on the third machine wait."""
+    """Return a kernel on each machine: the first two have slices, and the third one waits."""
     first, second, third = (cluster.kernel(name) for name in cluster.names)
     for kernel in (first, second):
         kernel.attach()
@@ -113,7 +113,7 @@ def test_a_broker_that_starts_again_obeys_no_earlier_ledger(cluster):
     broker = cluster.brokers["m0"]
 
     def token():
-        """Return the fencing token in the broker's next report, as its agent gets it."""
+        """Return the fencing token that the broker reports to its agent."""
         with broker.client() as agent:
             return json.loads(agent.call("account", wait=0)["report"])["epoch"]
 
@@ -172,8 +172,8 @@ def test_a_draining_machine_lets_its_kernels_keep_their_slices(cluster):
     cluster.order(order="drain", node="m0")
     wait_node(cluster, "m0", "draining")
     wait_until(lambda: "leaves the cluster" in reason(cluster, waiting), "the reason to say that")
-    # The test kills and restarts the ledger and the broker. The machine still drains afterwards,
-    # and its kernel still counts.
+    # Kill and restart the ledger and the broker. The machine must still drain, and the slice of its
+    # kernel must still count for the quota.
     cluster.ledger.kill()
     cluster.ledger.start()
     cluster.brokers["m0"].kill()
@@ -263,7 +263,7 @@ def test_a_machine_without_the_ledger_shows_only_itself(cluster, capsys):
 
 
 class Reading:
-    """A broker whose status shows different sessions with a slice at each reading."""
+    """A stand-in for a broker. Each status shows the next list of sessions with a slice."""
 
     process = True
 
@@ -311,7 +311,7 @@ class Churn:
         self.filled = set()
 
     def step(self):
-        """Let a kernel ask or stop, take what was granted, and count all slices."""
+        """Let one kernel ask for a slice or give its slice back; then call :meth:`look`."""
         kernels = [kernel for kernel in self.kernels if kernel not in self.waiting]
         if kernels:
             kernel = self.chance.choice(kernels)
@@ -326,7 +326,7 @@ class Churn:
             wait_until(self.look, "a waiting kernel to be served")
 
     def look(self):
-        """Take each granted slice; return whether there was one."""
+        """Check the quota, and use each new slice; return whether a kernel got one."""
         sessions = self.cluster.sessions()
         assert self.cluster.attached(sessions) <= QUOTA
         served = [k for k in self.waiting if sessions[k.session]["state"] in ("active", "idle")]
@@ -342,7 +342,7 @@ class Churn:
         return bool(served)
 
     def give_back(self, kernel):
-        """Release the kernel's slice as soon as the broker knows that the cell has ended."""
+        """End the cell, and repeat the order to release the slice until the slice is back."""
         kernel.do("drop", hold=self.holding.pop(kernel))
 
         def is_released():

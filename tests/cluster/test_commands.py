@@ -53,7 +53,7 @@ def test_an_incomplete_or_wrong_order_is_explained(monkeypatch, words, message, 
 
 
 class Orders:
-    """A cluster that shows m1 in each of these states, one after the other."""
+    """A cluster with one machine, m1. Each look at the cluster shows the next state of m1."""
 
     def __init__(self, *states):
         self.states, self.given = [*states], 0
@@ -74,7 +74,7 @@ class Orders:
 
 
 def test_drain_waits_until_the_machine_has_left(monkeypatch, capsys):
-    # The ledger restarts after the third reading, and has forgotten the order.
+    # After the third look, the ledger restarts and does not know the order. The command repeats it.
     orders = Orders("present", "draining", "draining", "present", "draining", "left")
     assert orders.carry_out(monkeypatch, "drain", "left") == 0
     assert orders.given == 2
@@ -154,7 +154,7 @@ def test_only_the_head_creates_the_token(tmp_path):
     assert token.read_text() == text
 
 
-#: A stand-in for the process that calls Ray: it answers, answers nothing, ends, or fails.
+#: A stand-in for the process that calls Ray. It can answer, hang, end without an answer, or fail.
 CALLS = """
 import json, sys, time
 for line in sys.stdin:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The agent's requests to a broker; several of them wait for an answer at the same time."""
+"""The agent's requests to a broker: several requests may wait for answers at the same time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_answer_of_one_call_ends_only_that_call(tmp_path):
         ended = asyncio.Event()
 
         async def answer_in_order(reader, writer):
-            """Answer the first request after the second arrives, and the second after the third."""
+            """Read two requests and answer the first. Read the third, and answer the other two."""
             requests = [decode(await reader.readline()) for _ in range(2)]
             for number in range(3):
                 if number == 1:
@@ -62,7 +62,7 @@ def test_an_agent_can_carry_every_credential():
 
 
 class Link:
-    """A broker with one order for m1. It keeps the result that the courier reports."""
+    """The broker of m0, with one order for m1. It keeps the result that the courier reports."""
 
     def __init__(self):
         self.told = asyncio.get_running_loop().create_future()

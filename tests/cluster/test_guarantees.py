@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Real brokers that share a group's guarantee.
 
-On one machine at a time, the group's sessions are first in the queue because of the guarantee.
+Only one machine at a time uses the guarantee to put the group's sessions first in its queue.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def cluster():
 
 
 def fill(cluster, machine):
-    """Fill a machine, and let another session wait on it."""
+    """Fill the GPU of a machine with one session, and let a second session wait for the GPU."""
     Member(cluster, machine, "rest", 900).attach()
     Member(cluster, machine, "rest", 300).wait()
 

@@ -24,13 +24,13 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs the environment of make test-cluster"
 )
 
-#: Seconds in which Ray notices the loss, ends its processes and starts again.
+#: Ray needs at most this many seconds to notice the loss, to end its processes and to start again.
 PATIENCE = 180
 
 
 @pytest.fixture
 def redis():
-    """Return the address of a Redis server for this test alone."""
+    """Start a Redis server for this test, and yield the address of the server."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is missing")
@@ -78,8 +78,8 @@ def test_no_quota_is_exceeded_when_the_head_is_lost(cluster):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     head.process.wait()
-    # All machines are on one host, so Ray would mistake the raylets of the other machines for a
-    # running head.
+    # Delete Ray's note of the address of the cluster. With the note, Ray would think that the head
+    # still runs, because the raylets of the other machines run on this host, too.
     (ray_folder(cluster, "m0") / "ray_current_cluster").unlink(missing_ok=True)
     wait_until(
         lambda: all(cluster.losses()[name] > losses[name] for name in cluster.names),

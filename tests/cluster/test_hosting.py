@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker runs hostile programs as users, in place of the program that becomes a kernel."""
+"""How a broker starts kernels. Hostile programs replace the program that becomes a kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.broker.kit import wait_until
 
 from .kit import is_alive
 
-#: The program answers and stops itself. It never ends.
+#: The program answers, and then stops itself with SIGSTOP. So it never ends.
 STOPS = """
 import os, signal
 os.write(1, b'{"v":1,"type":"%s","code":"no-curve","log":"%d"}\\n' % os.getpid())
@@ -45,7 +45,7 @@ def a_session(kernel, owner="ada"):
     return {"id": f"s-{kernel}", "kernel_id": kernel, "owner": owner, "devices": [f"G-{kernel}"]}
 
 
-#: For each user id, the pool's status as this user sees it. User 1234 is the admin ada.
+#: Maps a user id to the pool's status that this user sees. User 1234 is ada, an admin.
 STATUS = {
     1234: {
         "now": 5.0,
@@ -63,7 +63,7 @@ STATUS = {
 
 
 class Anyone:
-    """Accepts each credential, and returns the credential itself as the text inside it."""
+    """Accepts every credential. In these tests, a credential is only the text of its order."""
 
     def check(self, credential):
         return CheckedCredential(1234, credential)
@@ -71,7 +71,7 @@ class Anyone:
 
 @pytest.fixture
 def broker(monkeypatch):
-    """The part of a broker that carries out orders. All users are the user of this process."""
+    """The part of a broker that carries out orders. Its programs run as this process's user."""
     monkeypatch.setattr(hosting, "switch_to", lambda account: ([], {}))
     monkeypatch.setattr(
         Hosting, "_account", lambda self, uid: Account(uid, uid, (), {"PATH": os.environ["PATH"]})
@@ -153,7 +153,7 @@ def test_a_broker_can_end_while_a_program_is_silent(broker, runs, monkeypatch):
 
 
 def test_a_starting_kernel_counts_as_running_and_can_be_ended(broker, runs, tmp_path):
-    gate = tmp_path / "gate"  # the program becomes the kernel after this file exists
+    gate = tmp_path / "gate"  # the program waits for this file before it becomes the kernel
     runs(f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{BECOMES}")
 
     async def run():
@@ -219,7 +219,7 @@ def test_malformed_orders_get_an_error_as_answer(broker):
     ],
 )
 def test_accounts_of_system_services_get_no_kernel(uid, words, monkeypatch):
-    """A JupyterHub user may have the name of such an account, for example backup."""
+    """A JupyterHub user may have the same name as a service's account, for example backup."""
     monkeypatch.setattr(hosting.os, "geteuid", lambda: 0)
     configuration = SimpleNamespace(settings=SimpleNamespace(cluster_min_uid=1000))
     with pytest.raises(hosting.RefusedError, match=words) as error:
@@ -232,7 +232,7 @@ def test_the_refusal_names_the_rights_that_the_service_lacks(monkeypatch, tmp_pa
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nCapEff:\t00000000000000c0\n")
     hosting.check_rights("m1", status)
-    # The capabilities in the unit that install-service writes.
+    # The unit that install-service writes gives the broker only these capabilities.
     status.write_text("Name:\tpython\nCapEff:\t000000000008002b\n")
     with pytest.raises(
         hosting.RefusedError, match="give the broker CAP_SETGID and CAP_SETUID"

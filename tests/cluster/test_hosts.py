@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A Ray cluster of machines with separate networks, and cut cables between the machines."""
+"""A Ray cluster of machines with separate networks. The tests cut the machines' cables."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def network(pid):
     return Path(f"/proc/{pid}/ns/net").readlink()
 
 
-#: Starts a thread that counts, even while its machine is unreachable. It writes each number to the
-#: file at once.
+#: Starts a thread that counts, and writes each number to a file at once. The file shows that the
+#: kernel runs while its machine is unreachable.
 COUNT = """
 import os, threading, time
 def count(path):
@@ -84,7 +84,7 @@ def state(cluster, name):
 
 
 def keep_node(cluster, name):
-    """Restart a machine's node if it has ended, as its service does."""
+    """If the node process of a machine has ended, start it again, as systemd would."""
     node = cluster.agents[name]
     if node.process is not None and node.process.poll() is not None:
         node.process = None
@@ -95,7 +95,7 @@ def test_a_cut_cable_ends_no_kernel_and_starts_no_second_one(cluster, server):
     path = f"/tmp/{cluster.folder.name}-count/number"
     assert server.do("start") == "m1"
     pid = int(server.do("run", COUNT.format(path=path)))
-    # The kernel is on the network of its machine. The server is on the network of m0.
+    # The kernel is in the network of m1. The server and this test are in two other networks.
     assert network(pid) == network(cluster.brokers["m1"].process.pid)
     assert len({network(p) for p in (pid, os.getpid(), server.process.pid)}) == 3
     assert "100 MiB" in server.do("run", "%gpu attach\n%gpu")
@@ -110,8 +110,8 @@ def test_a_cut_cable_ends_no_kernel_and_starts_no_second_one(cluster, server):
     (now,) = cluster.brokers["m1"].status()["sessions"]
     assert (now["pid"], now["state"], now["device"]) == (pid, had["state"], had["device"])
     wait_until(lambda: cluster.losses()["m1"], "m1 to miss the ledger", 60)
-    # The ledger lends the kernel's slice to no other machine: it counts one of the user's two
-    # slices on m1.
+    # The ledger still counts at least one of the user's two slices for m1, so it cannot lend this
+    # slice to another machine.
     view = cluster.view()
     counted = {
         node["name"]: sum(row[-1] for row in node["counted"] if row[2] == "leases")

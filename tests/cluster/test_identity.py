@@ -64,7 +64,7 @@ def test_a_used_credential_is_refused(daemons):
 
 
 def test_a_credential_is_refused_on_another_machine(daemons):
-    """No process has used this credential before. Only the machine's name in it is wrong."""
+    """The credential is valid and unused, but it names another machine."""
     sealed = here(daemons["m0"]).seal(order_text("m1", {"do": "poll"}))
     found = refusal(read_order, here(daemons["m0"]).check(sealed), "m0")
     assert found.code == Code.BAD_CREDENTIAL
@@ -99,7 +99,7 @@ def test_a_machine_without_munged_reports_no_authenticator(tmp_path):
 
 
 def test_no_credential_is_made_if_munge_refuses_a_setting(daemons, monkeypatch):
-    """Without one of these settings, all users might be able to read the credential."""
+    """The setting names the only reader. Without it, all users could read the credential."""
     monkeypatch.setattr(munge, "_ONLY_UID", 99)
     found = refusal(here(daemons["m0"]).seal, "{}")
     assert found.code == Code.NO_AUTHENTICATOR
@@ -117,7 +117,7 @@ ME = pwd.getpwuid(os.getuid()).pw_name
 
 
 def user(*scopes):
-    """Return the Hub's answer about a token with these scopes."""
+    """Return the Hub's answer for a token of this user with these scopes."""
     return {"kind": "user", "name": ME, "scopes": list(scopes)}
 
 
@@ -234,7 +234,7 @@ def test_a_token_without_a_user_of_this_machine_is_refused(tokens, hub, owner):
 @pytest.mark.parametrize(
     "scopes",
     [
-        # A browser's token has these scopes for the server of another user, or for a service.
+        # Scopes of a browser's token: first for the server of another user, then for a service.
         ["access:servers!server=bob/"],
         ["access:services!service=shop", f"read:users:name!user={ME}"],
         [f"read:users:activity!user={ME}"],
@@ -265,7 +265,7 @@ def test_only_one_of_two_threads_can_use_a_credential(tokens):
     both = Barrier(2)
 
     class Slow(dict):
-        """Lets the other thread read between this thread's read and its write."""
+        """Makes both threads read before one of them writes."""
 
         def get(self, *arguments):
             found = super().get(*arguments)

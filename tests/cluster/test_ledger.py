@@ -293,7 +293,7 @@ def test_the_unused_part_of_a_draining_node_is_free_at_once(world):
 
 
 def test_a_node_that_has_left_and_gets_slices_drains_again(world):
-    """An admin may allow users without a limit to have slices on this node again."""
+    """After the node has left, its admin lets users without a limit have slices there again."""
     node = world.nodes["n0"]
     world.order("n0", True)
     world.settle(1)
@@ -356,7 +356,7 @@ def test_a_dropped_fence_is_reported(world):
 
 
 def test_a_ledger_that_takes_over_waits_for_a_fenced_node(world):
-    """Meanwhile, the fenced node has come back, and has obeyed the other ledger."""
+    """Before the takeover, the fenced node comes back and obeys the other ledger."""
     first, second = world.start_ledger(), world.start_ledger()
     world.settle(1)
     world.crash("n0")
@@ -404,7 +404,7 @@ def test_only_members_of_the_cluster_get_memory(world):
 
 @pytest.fixture
 def budgets():
-    """A node that obeys the ledger (2, a) and has applied its third answer."""
+    """The budgets of a node that has applied the third answer of the ledger with epoch (2, a)."""
     found = Budgets("n0", 7)
     found.answered(Loan("n0", 7, 0, Epoch(2, "a"), 3, {ADA: 4}))
     assert found.ceilings == {ADA: 4}
@@ -437,7 +437,7 @@ def test_memory_in_use_counts_even_without_a_ceiling():
 
 
 def test_sessions_that_need_two_limits_do_not_block_each_other(world):
-    """If the ledger lent limits one by one, each session would get one of its two limits."""
+    """If the ledger lent limits one by one, each session could get one and wait for the other."""
     world.ask("n0", "ada", 5)
     world.ask("n1", "ada", 5)
     world.ask("n1", "bob", 5)
@@ -454,9 +454,9 @@ def test_sessions_that_need_two_limits_do_not_block_each_other(world):
 
 
 def lines_of(work):
-    """Return how many lines of the cluster's modules ``work`` runs.
+    """Return how many lines of the cluster's modules Python executes during ``work``.
 
-    The number is equal on all machines.
+    Unlike a time, this number does not depend on the speed of the machine.
     """
     count = 0
 
@@ -477,7 +477,7 @@ def lines_of(work):
 
 
 def queue(nodes):
-    """Return a world in which one node has the whole limit, and all other nodes wait for it."""
+    """Return a world in which n0 has the whole limit, and all other nodes wait for a part."""
     names = [f"n{number}" for number in range(nodes)]
     world = World(names, [1.0] * nodes)
     world.settle(2)
@@ -490,7 +490,7 @@ def queue(nodes):
 
 
 def handle(world):
-    """Let the ledger handle the only message; return its cost, and the nodes that get an answer."""
+    """Let the ledger handle the only message; return the executed lines and the answered nodes."""
     (report,) = (message for _, message in world.wires)
     actions = []
     found = lines_of(
@@ -503,7 +503,7 @@ def free(nodes):
     world = queue(nodes)
     world.end("n0")
     world.report("n0")
-    world.deliver()  # the ledger asks n0 for the memory that is free now
+    world.deliver()  # the answer of the ledger asks n0 to give back its free memory
     world.deliver()
     world.report("n0")  # n0 reports that it gives the memory back
     return handle(world)
@@ -557,8 +557,8 @@ def test_the_only_node_that_used_a_budget_gets_its_whole_refill(world):
     for _ in range(20):
         world.advance(1.0)
         world.settle(1)
-    # The budget refills 12 GPU-seconds in 40 s. So far, it has refilled for 20 s plus the time that
-    # the calls of ``settle`` took.
+    # The budget refills 12 GPU-seconds in 40 s. The loop took at least 20 s, so it has refilled at
+    # least 6 GPU-seconds.
     assert world.nodes["n1"].level < level - 5.9
 
 
@@ -645,12 +645,12 @@ def test_a_guarantee_goes_to_the_node_of_the_groups_sessions(world):
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 0}
     world.ask("n2", "bob", 5)
     world.settle(3)
-    # The first node keeps the part that it uses, and the other node gets the rest.
+    # n1 keeps the part of the guarantee that it uses, and n2 gets the rest.
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 2}
     world.ask("n0", "bob", 5)
     world.settle(3)
-    # A third node takes nothing from the first two nodes. No session would fit into one of three
-    # smaller parts.
+    # n0 takes nothing from n1 and n2. If three nodes shared the guarantee, each part would be too
+    # small for a session.
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 2}
     world.nodes["n0"].waiting.clear()
     world.nodes["n0"].tell()
@@ -668,7 +668,7 @@ def test_a_guarantee_lasts_while_the_ledger_is_silent(world):
 
 
 def test_an_unneeded_guarantee_delays_no_session():
-    """A node asks for a part of the guarantee, but its sessions never wait for this part."""
+    """A session gets its slice even if its node cannot get a larger part of the guarantee."""
     world = World()
     world.settle()
     for name in ("n0", "n1", "n2"):
@@ -684,7 +684,7 @@ def test_an_unneeded_guarantee_delays_no_session():
 
 
 def test_random_use_exceeds_no_quota_when_a_ledger_dies():
-    """Most steps are leases and messages, so the nodes grant more slices than with Hypothesis."""
+    """In this test, most steps are leases and messages. Hypothesis grants fewer slices."""
     granted = 0
     for seed in range(60):
         chance = random.Random(seed)
@@ -766,7 +766,8 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: not self.only_ledger)
     @rule(ends=st.booleans())
     def start_ledger(self, ends):
-        # The new ledger does not know how much the nodes that are gone have used.
+        # The new ledger does not know the use of the nodes that are gone. Tell it to the
+        # auditor.
         leaks = [leak for ledger in self.world.ledgers.values() for leak in ledger._gone]
         self.world.forgotten += sum(leak.amount for leak in leaks)
         if ends:
@@ -785,8 +786,8 @@ class Cluster(RuleBasedStateMachine):
     def restart_broker(self, name, keeps):
         node = self.world.nodes[name]
         if not node.alive:
-            # Until the ledger answers, the node uses its old parts, which other nodes may have by
-            # now.
+            # Until the ledger answers, the node uses its old parts. By now, other nodes may have
+            # these parts, too.
             self.world.claims_of_fenced += node.budgets.ceilings.get(GUARANTEE, 0)
             self.world.forgotten += node.budgets.ceilings.get(BUCKET, 0)
         node.begin(max(node.life, node.budgets.life) + 1, keeps=keeps)
@@ -797,22 +798,23 @@ class Cluster(RuleBasedStateMachine):
     def lose_journal(self, name):
         node = self.world.nodes[name]
         if node.alive:
-            # From now on only this ledger knows what the node used before.
+            # Only this ledger still knows the earlier use of the node. So the test starts no other
+            # ledger after this step.
             self.only_ledger = True
             node.lose_journal()
 
     @rule(name=names, others=st.integers(0, 1))
     def use_without_limits(self, name, others):
-        """Let users without a limit take slices.
+        """Set the number of slices that users without a limit have on a node.
 
-        An admin may allow this even on a machine that has left the cluster.
+        An admin may allow such slices even on a node that has left the cluster.
         """
         self.world.nodes[name].others = others
         self.world.nodes[name].tell()
 
     @rule(name=names)
     def lose_power(self, name):
-        """The node and its kernels are gone, and an admin fences the node in every ledger."""
+        """End a node and its kernels at once. An admin then fences the node in every ledger."""
         self.world.crash(name)
         node = self.world.nodes[name]
         for ledger in [*self.world.ledgers]:
@@ -850,7 +852,7 @@ class Cluster(RuleBasedStateMachine):
         world.advance(20)
         for _ in range(2):
             for name in world.nodes:
-                world.order(name, False)  # the command, too, repeats the order for a new ledger
+                world.order(name, False)  # repeat the order, as the command does for a new ledger
             world.settle(4)
         assert not any(node.budgets.drains for node in world.nodes.values())
         for _ in range(1 + sum(len(node.waiting) for node in world.nodes.values())):

@@ -97,7 +97,7 @@ def test_new_ledgers_count_the_use_of_a_gone_node_once(world):
 
 
 def test_a_new_ledger_counts_the_use_of_both_gone_nodes(world):
-    """A new ledger learns of the use of n1 only after n0 has left."""
+    """When n0 leaves, the new ledger does not know the use of n1 yet."""
     for name in ("n0", "n1"):
         world.settle(1)
         world.nodes[name].consume(5, world.clock(world.nodes[name]))
@@ -123,7 +123,7 @@ def test_a_new_ledger_counts_the_use_of_both_gone_nodes(world):
 
 
 def test_a_node_that_left_uses_no_more_of_its_part(world):
-    """An admin of that machine puts a GPU back, and a user without a limit of slices takes it."""
+    """After n0 has left, its admin lets a user without a limit of slices have a slice there."""
     for name in ("n0", "n1", "n2"):
         world.use_bucket(name, 1)
         world.settle(1)
@@ -146,7 +146,7 @@ def test_a_node_that_left_uses_no_more_of_its_part(world):
 
 
 def test_an_uncounted_report_frees_nothing(world):
-    """A node comes back without its token, reports once, and its cable is cut."""
+    """A node without its fencing token comes back and reports once. Then its network fails."""
     node = world.nodes["n0"]
     for _ in range(5):
         world.settle(1)
@@ -217,7 +217,7 @@ def test_gpu_seconds_of_a_dead_node_refill_completely(world):
     for _ in range(30):
         world.advance(2.0)
         world.settle(1, silent=["n0"])
-    # In these 60 s, half of the refill is enough for the use of n0. After that, no other node needs
-    # a part of the refill.
+    # In these 60 s, the part of the refill that n0 had has covered all use of n0. So the ledger
+    # forgets n0, and the other node gets either the whole refill or nothing.
     assert [*world.ledger._gone] == []
     assert world.ledger.counted(REFILL) in (0, 12)

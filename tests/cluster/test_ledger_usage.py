@@ -28,7 +28,7 @@ class Nodes:
         self.numbers = dict.fromkeys("abc", 0)
 
     def tell(self, node, usage, *, life=1):
-        """Report a usage; return the usage on the other nodes, from the ledger's answer."""
+        """Report a node's usage to the ledger; return the answer: the usage on the other nodes."""
         self.numbers[node] += 1
         report = Report(
             node, life, self.numbers[node], Epoch(), 0, spent={}, usage=usage, half_life=HALF

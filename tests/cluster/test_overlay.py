@@ -95,7 +95,7 @@ def test_a_budget_counts_for_the_day_on_which_its_window_began():
     assert [*budgets_of(DAILY, Owner("ada"), NOON)] == [ADA]
     later = budgets_of(DAILY, Owner("bob", "bio"), NOON + DAY / 2)
     assert [key.window for key in later] == ["2026-11-24", "2026-11-23"]
-    # A budget that refills counts GPU-seconds that were used at any earlier time.
+    # The window of a budget that refills has no start: it is -inf.
     assert windows(DAILY, NOON) == (-math.inf, NOON + DAY / 4)
     lab = PoolSettings(groups=DAILY.groups)
     assert windows(lab, NOON) == (NOON - 3 * DAY / 4, NOON + DAY / 4)
@@ -151,6 +151,6 @@ def test_guarantee_in_bytes_is_shared_but_a_percentage_is_not():
     assert guarantees_of(SIZED, Owner("ada")) == []
     found = overlay(SIZED, [], {key: 3}.__getitem__, connected=True, drains=False)
     tree = Tree(found.groups, [10, 10])
-    # The guarantee of bio is a percentage of this machine's memory, and is not shared.
+    # The guarantee of bio is a percentage of this machine's memory, so the ledger does not lend it.
     assert tree.guarantees == {"lab": 3, "bio": 10}
     assert Tree(SIZED.groups, [10, 10]).guarantees == {"lab": 8, "bio": 10}

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def ray_folder(cluster, name):
-    """Return the folder in which Ray has the sockets and logs of a machine."""
+    """Return the folder in which Ray keeps the sockets and logs of a machine."""
     return cluster.folder / f"ray-{name}"
 
 
@@ -69,11 +69,11 @@ class RayNode:
 
 
 class RayCluster(Cluster):
-    """The machines of :class:`Cluster`, but Ray carries their messages and runs the ledger."""
+    """A :class:`Cluster` in which Ray carries the messages and runs the ledger."""
 
     def __init__(self, folder, *, store=None, **options):
         super().__init__(folder, **options)
-        self.store = store or {}  # environment of the head: where Ray keeps its state
+        self.store = store or {}  # variables that tell the head where Ray stores its state
         with socket.socket() as free:
             free.bind(("", 0))
             self.port = free.getsockname()[1]
@@ -184,7 +184,7 @@ def test_raylet_and_agent_of_a_killed_node_end(cluster):
     wait_until(lambda: states(cluster) == {"present"}, "the machine to be back")
 
 
-#: Seconds of the pause: ten times as long as Ray waits before it declares a machine dead.
+#: The raylet stops for this many seconds: ten times as long as Ray waits for a silent machine.
 PAUSE = 60.0
 
 
@@ -204,12 +204,12 @@ def test_no_slice_is_lost_if_a_raylet_stops_for_a_minute(cluster):
         until = time.monotonic() + PAUSE
         while time.monotonic() < until:
             assert (cluster.attached(), third.state()) == (QUOTA, "queued")
-            # This pause only sets the time between two checks. The test always lasts the whole
+            # This sleep is only the time between two checks. The loop always lasts the whole
             # minute.
             time.sleep(0.5)
     finally:
         os.kill(raylet, signal.SIGCONT)
-    # Meanwhile Ray has declared the machine dead, so the raylet ends, and `node` with it.
+    # During the pause, Ray has declared the machine dead. So the raylet ends, and then `node` ends.
     assert node.process.wait(60) == 1
     assert (cluster.attached(), third.state()) == (QUOTA, "queued")
     node.start()  # a service would do the same

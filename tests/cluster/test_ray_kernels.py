@@ -103,7 +103,7 @@ def test_a_kernel_runs_on_while_the_agent_of_its_machine_is_away(cluster, user):
         kernel.connect()
         assert kernel.run("x = 2") == ""
         cluster.agents["m1"].kill()
-        # Messages between server and kernel do not use Ray.
+        # The server and the kernel exchange their messages without Ray.
         assert kernel.run("print(x)") == "2"
         cluster.agents["m1"].start()
         wait_until(lambda: "running" in kernel.order("poll"), "the machine to answer", 120)

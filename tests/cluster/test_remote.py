@@ -71,7 +71,8 @@ def test_a_kernel_starts_on_the_other_machine_as_its_user(cluster, user):
         assert cluster.brokers["m0"].status()["sessions"] == []
         # %gpu asks the broker of the kernel's own machine.
         assert "200 MiB" in kernel.run("%gpu 200MiB\n%gpu")
-        # The kernel does not block or ignore signals, so a signal reaches it.
+        # A signal must reach the kernel. So the broker must not start the kernel with blocked or
+        # ignored signals.
         message = client.execute("import time; print('on', flush=True); time.sleep(600)")
         while client.get_iopub_msg(timeout=60)["msg_type"] != "stream":
             pass
@@ -121,7 +122,7 @@ def test_why_considers_the_model_and_the_folders_of_a_kernel(cluster, user):
                 "no, the kernel needs the model No Such GPU, and the machine has only "
             )
             assert text.endswith("; /srv/data/images is on a disk there")
-            # The model and the folders are in the journal, so the next broker knows them, too.
+            # The next broker must read the model and the folders from the journal.
             cluster.brokers["m1"].kill()
             assert cluster.brokers["m1"].started
     finally:
@@ -241,8 +242,8 @@ def test_a_credential_is_valid_once_and_on_its_machine_only(user):
 
 
 def test_no_order_can_disconnect_the_agent_of_another_machine(cluster, user):
-    # Each of these characters takes two bytes here. It takes six after the agents have encoded it
-    # again.
+    # Each of these characters takes two bytes in this message. In the agents' messages, it would
+    # take six.
     wide = {"v": 1, "type": "order", "id": 1, "node": "m1", "credential": "\xe9" * (1 << 16)}
     with socket.socket(socket.AF_UNIX) as link, link.makefile() as answers:
         link.connect(str(cluster.brokers["m0"].socket))
@@ -288,7 +289,7 @@ def test_a_machine_with_a_silent_agent_is_unreachable_at_once(cluster, user):
         nodes = lambda: {n["name"]: n["state"] for n in cluster.order()["nodes"]}  # noqa: E731
         wait_until(lambda: nodes()["m1"] == "silent", "the ledger to notice")
         found = user.order(do="poll", kernel_id="k")
-        # If the order were lost, the answer would be different, and would come only after a minute.
+        # A lost order would get another answer, and only after a minute.
         assert found["code"] == "unreachable", found
         assert "m1 does not answer: its agent last reported " in found["message"]
     finally:
@@ -391,7 +392,7 @@ def test_a_jupyter_server_shows_and_controls_a_remote_kernel(cluster, jupyter_se
     row = until("its release", lambda s: s["state"] == "detached")
     assert row["suspended_bytes"] == theirs()["suspended_bytes"] >= 64 << 20
 
-    # The view names the silent machine, and keeps the session of its kernel.
+    # The Jupyter server still shows the session on a silent machine, and names the machine.
     cluster.agents["m1"].kill()
     row = until("m1 to be silent", lambda s: s["unreachable"])
     assert row["unreachable"].startswith("m1 ")
@@ -401,9 +402,8 @@ def test_a_jupyter_server_shows_and_controls_a_remote_kernel(cluster, jupyter_se
     cluster.agents["m1"].start()
     until("m1 to answer", lambda s: not s["unreachable"])
 
-    # Another kernel starts on another machine. The old kernel is stopped, as if its whole machine
-    # hung, so it does not receive the server's request to end. The server can neither end it nor
-    # wait for its end.
+    # Stop the kernel and kill the agent of m1, as if the whole machine hung. The server can then
+    # neither end the kernel nor wait for its end. A new kernel starts on another machine.
     pid = theirs()["pid"]
     os.kill(pid, signal.SIGSTOP)
     cluster.agents["m1"].kill()

@@ -19,7 +19,7 @@ RUNS = {"running": True, "code": None}
 
 
 class Far(GPUPoolRemoteProvisioner):
-    """Sends no order. It answers each order with the next prepared answer."""
+    """A provisioner that sends no orders. Each order gets the next prepared answer."""
 
     def _send(self, order):
         self.sent.append(order["do"])

@@ -16,7 +16,7 @@ FEW, MANY = 6, 36_000
 
 @pytest.fixture
 def cluster():
-    """Return a function that starts machines whose users have this many GPU-seconds a day."""
+    """Return a function that starts a cluster with this budget of GPU-seconds for each user."""
     made = []
 
     def start(seconds, rule="window"):
@@ -52,7 +52,7 @@ def used(cluster):
 
 
 def lent(cluster):
-    """Return the GPU-seconds of today that the ledger counts for each machine."""
+    """Return how many of today's GPU-seconds the ledger has lent to each machine."""
     rows = {n["name"]: [r for r in n["counted"] if r[2] == "gpu-seconds"]
             for n in cluster.order()["nodes"]}  # fmt: skip
     return {name: max((row[-1] for row in found), default=0) for name, found in rows.items()}
@@ -67,15 +67,15 @@ def test_machines_together_use_at_most_one_budget(cluster):
         "it was preempted: the GPU-seconds of today are used up; it goes on by itself when there "
         "are GPU-seconds again, in "
     )
-    # While GPU-seconds are left, a kernel may continue with seconds that the other machine gives
-    # up.
+    # A kernel that has stopped may continue with GPU-seconds that the other machine gives back. So
+    # wait until all GPU-seconds are used.
     wait_until(lambda: sum(used(cluster).values()) >= FEW - 0.1, "all GPU-seconds to be used")
     for kernel in (first, second):
         wait_until(lambda kernel=kernel: reason(kernel).startswith(stopped), "the kernel to stop")
     assert not cluster.attached()
     counted = used(cluster)
-    # Each machine alone would have used the whole budget. The sum may exceed the budget because a
-    # machine needs time to suspend its kernel.
+    # The sum may exceed the budget, because a machine needs time to suspend its kernel. Without the
+    # ledger, each of the two machines would have used a whole budget.
     assert FEW - 1 <= sum(counted.values()) < 2 * FEW, counted
     wait_until(lambda: not knows_of_more(third), "the third machine to know that")
     third.do("ask", hold="cell")
@@ -136,13 +136,13 @@ def test_usage_on_other_machines_counts_for_fair_shares(cluster):
         assert found["today"] == 0
         return found["counts"]
 
-    # A machine reports its usage every half minute. In that time the count of its
-    # seconds hardly decays: it takes hours to decay by half.
+    # A machine reports its usage every half minute. The half-life of usage is hours, so the usage
+    # hardly decays in this time.
     wait_until(lambda: counts() > 1.5, "the usage of the first machine")
 
 
 def refills(cluster):
-    """Return how many GPU-seconds refill in a day on each machine, as the ledger counts them."""
+    """Return each machine's part of the refill, in GPU-seconds a day, from the ledger."""
     rows = {n["name"]: [r[-1] for r in n["counted"] if r[2] == "refill"]
             for n in cluster.order()["nodes"]}  # fmt: skip
     return {name: sum(found) for name, found in rows.items()}

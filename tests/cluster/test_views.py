@@ -57,7 +57,7 @@ def test_a_report_still_has_its_summary_after_encoding():
 
 
 def views(*texts):
-    """Return the views that a ledger of two machines posts after these reports."""
+    """Give the reports to a ledger of m0 and m1; return each answer with a view, and its node."""
     posted = []
 
     async def run():
@@ -188,7 +188,7 @@ def of(memory, devices=1, **wanted):
 
 
 def told(memory, devices=1, *, wanted=None, **changes):
-    """Return the words of ``why`` about a machine with these changes."""
+    """Return what ``why`` tells about another machine, gpu2, with these changes."""
     summary = {**SUMMARY._asdict(), "waiting": 0, "gpus": [["A", 8 * GIB], ["B", 3 * GIB]]}
     node = {"name": "gpu2", "state": "present", "age": 0.4, "summary": summary, "counted": []}
     node.update(changes)

@@ -42,7 +42,7 @@ def keys_of(user):
 
 
 SECONDS = Key("user", "ada", "gpu-seconds", TODAY)
-#: The keys of bob's budget, which refills: the GPU-seconds in use, and the refill.
+#: Bob's budget refills. It has two keys: the GPU-seconds in use, and the refill.
 BUCKET, REFILL = Key("user", "bob", "gpu-seconds"), Key("user", "bob", "refill")
 GUARANTEE = Key("group", "lab", "guarantee")
 
@@ -55,7 +55,7 @@ class Session:
 
 @dataclass
 class Node:
-    """A node's broker. It grants a slice if its budgets allow it, and asks no ledger."""
+    """A node's broker. It grants each slice that its budgets allow, without asking a ledger."""
 
     name: str
     rate: float = 1.0
@@ -69,12 +69,12 @@ class Node:
     level: float = 0.0
     #: Slices of users without a limit.
     others: int = 0
-    #: The amount of each key that the node would keep in addition to the amount in use.
+    #: For each key, the node wants this much more than the amount in use.
     spare: int = 0
     budgets: Budgets = None
     granted: int = 0
     journal: str = "j"
-    #: The GPU-seconds of the day that this node has used, but that only a lost journal had counted.
+    #: The GPU-seconds of the day that this node has used, but whose count a lost journal had.
     forgotten: int = 0
 
     def __post_init__(self):
@@ -127,7 +127,7 @@ class Node:
         self.budgets.use(uses, waits, is_empty=not self.running and not self.others)
 
     def serve(self, now):
-        """Grant what the budgets allow, the longest wait first; return the served sessions."""
+        """Serve waiting sessions in order, if the budgets allow it; return the served sessions."""
         found = []
         for session in [*self.waiting]:
             used = self.used()
@@ -158,13 +158,13 @@ class Node:
         return used
 
     def refill(self, seconds, now):
-        """Refill bob's budget for ``seconds``, at the rate of this node's clock."""
+        """Reduce ``level`` by the refill of ``seconds``, at the rate of this node's clock."""
         part = self.budgets.most(REFILL, now)
         self.level = max(0.0, self.level - part * seconds * self.rate / DAY)
 
 
 class World:
-    """Everything happens only when a test calls for it; ``now`` is the true time."""
+    """A cluster that does nothing by itself: a test calls each step. ``now`` is the true time."""
 
     def __init__(self, names=("n0", "n1", "n2"), rates=(1.0, 1.02, 0.98), **ledger):
         self.now = 0.0
@@ -173,15 +173,15 @@ class World:
         self.starts = 0
         self.ledgers = {}
         self.current = self.start_ledger()
-        #: Messages on their way: (ledger, report or answer).
+        #: The messages in the network: pairs of a ledger's name and a report or an answer.
         self.wires: list[tuple[str, Report | Loan]] = []
         #: Fences that a ledger has dropped.
         self.dropped: list[ev.FenceDropped] = []
         self.sent = 0
-        #: GPU-seconds that no ledger can know: a ledger fenced the node before the node reported
-        #: them.
+        #: GPU-seconds that a node used, but did not report before a ledger fenced it. No ledger can
+        #: know them.
         self.lost = 0
-        #: The auditor's own count of bob's budget: the use on all nodes, less the full refill.
+        #: The auditor's own count of bob's budget: the use on all nodes minus the whole refill.
         self.level = 0.0
         #: Guarantees that nodes still claim when they start again after a fence.
         self.claims_of_fenced = 0
@@ -219,8 +219,8 @@ class World:
                 self.dropped.append(action)
             if isinstance(action, ev.Stop):
                 del self.ledgers[name]
-                # Only the ledger that took over continues. If that ledger is dead, start another
-                # ledger.
+                # Ledger ``name`` stops, because another ledger has taken over. If the other one is
+                # dead, start a new ledger.
                 found = action.by.ledger
                 self.current = found if found in self.ledgers else self.start_ledger()
 
@@ -231,7 +231,8 @@ class World:
 
     def advance(self, seconds):
         self.now += seconds
-        # The node with the fastest clock may refill its part faster, by this factor.
+        # A node with a fast clock refills its part too fast. So the auditor refills at the rate of
+        # the fastest clock.
         fastest = max(node.rate for node in self.nodes.values())
         self.level = max(0.0, self.level - 12 * seconds * fastest / DAY)
         for node in self.nodes.values():
@@ -263,7 +264,7 @@ class World:
             for name in self.nodes:
                 if name not in silent:
                     self.report(name)
-            most = 500  # the most messages in a round: each message could cause another
+            most = 500  # the most messages in a round, to find an endless exchange
             while self.wires:
                 most -= 1
                 assert most, "the messages have no end"
@@ -287,7 +288,7 @@ class World:
         self.level += node.use_bucket(amount, self.clock(node))
 
     def use_all(self, at_once=20):
-        """Let every node use all GPU-seconds of the day that it gets; return how many are used."""
+        """Let every node use as many GPU-seconds of the day as it can get; return the total."""
         for _ in range(40):
             for node in self.nodes.values():
                 if node.alive and not node.budgets.drains:
@@ -303,7 +304,7 @@ class World:
             node.serve(self.clock(node))
 
     def order(self, name, drains):
-        """As an admin, order the ledger to let a node drain or return."""
+        """As an admin, order the ledger to drain a node, or, without ``drains``, to resume it."""
         self.do(self.current, ev.DrainAsked(now=self.now, node=name, drains=drains))
 
     def crash(self, name):
@@ -314,7 +315,7 @@ class World:
         node.waiting.clear()
 
     def churn(self, random, steps):
-        """Ask, end, report and deliver in any order; lose and repeat messages; audit each step."""
+        """Do ``steps`` random steps with slices and messages. Lose and repeat some messages."""
         if random.random() < 0.6:
             self.settle(2)
         for _ in range(steps):
@@ -337,7 +338,7 @@ class World:
                 old = random.random() < 0.1
                 self.report(name, random.choice([*self.ledgers]) if old else self.current)
             elif what < 0.95:
-                # Most messages arrive in order; some arrive long after later ones.
+                # Most messages arrive in order. Some arrive after messages that were sent later.
                 at = random.randrange(len(self.wires)) if random.random() < 0.4 else 0
                 self.deliver(at, keep=random.random() < 0.1)
             elif what < 0.98:
@@ -349,7 +350,7 @@ class World:
     # ------------------------------------------------------------------ the auditor
 
     def audit(self, *, lost=0, over=0):
-        """Add up the slices that really run, and compare the sums with the limits of the users.
+        """Add up the running slices of all nodes, and check the sums against the limits.
 
         The auditor does not trust the nodes' budgets.
         """
@@ -365,6 +366,6 @@ class World:
             assert used <= limit["memory"] + over, (kind, name, used)
         assert seconds <= 20 + lost, seconds
         assert self.level <= 12 + self.forgotten + 1e-6, self.level
-        # A guarantee is a right, not a limit. So add up what each node may claim of it.
+        # A guarantee does not limit slices. So check the parts of it that the nodes may claim.
         claims = [n.budgets.most(GUARANTEE, self.clock(n)) for n in self.nodes.values() if n.alive]
         assert sum(claims) <= 6 + self.claims_of_fenced, claims

@@ -39,8 +39,8 @@ YEARS = (
 def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
     """Return the first second of the year, and the wall-clock time at each minute of the year.
 
-    The returned times are in minutes since 1970, and never go back. While the real clock repeats an
-    hour, the returned time stays the same. After this hour, it is again the time of the real clock.
+    The returned times are in minutes since 1970, and never go back. If the real clock goes back an
+    hour, the returned time stands still for an hour.
     """
     first = int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp())
     last = int(datetime(year + 1, 1, 1, tzinfo=timezone.utc).timestamp())
@@ -62,15 +62,16 @@ def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
     return first, found
 
 
-#: The minutes of a week. A year's list has half a million entries. They refer to these objects,
-#: which saves memory.
+#: The minutes of a week. A list for a year has half a million entries. To save memory, all its
+#: entries are these objects.
 MINUTES = [*range(7 * DAY)]
 
 
 @lru_cache(len(YEARS))
 def places_in_week(zone: str, year: int) -> itemgetter[int]:
-    """Return a function that takes a state for each minute of a week, and returns the state for
-    each minute of the year.
+    """Return a function that turns the states of a week into the states of a year.
+
+    A list of states has one entry for each minute.
     """
     # 1 January 1970 was a Thursday.
     walls = minutes_of(zone, year)[1]
@@ -186,7 +187,7 @@ def test_changes_of_several_rules_match_the_rules_in_force(rules, now):
     states = [in_force(rules, now), *(rules for _, rules in found)]
     assert all(before != after for before, after in pairwise(states))
     for begin, after in zip([now, *(at for at, _ in found)], states, strict=True):
-        # ``changes`` also finds a change at the second ``until``, so the last state is still in
+        # ``changes`` also finds a change at ``until`` itself. So the last state must still be in
         # force at ``until``.
         later = min((at for at, _ in found if at > begin), default=until + 1)
         for second in (begin, (begin + later) // 2, later - 1):
@@ -226,7 +227,7 @@ def test_skipped_time_means_the_instant_of_the_clock_change():
 
 
 def test_repeated_time_means_its_first_occurrence():
-    first = utc(2026, 10, 25, 0, 30)  # 02:30 in summer time: at 01:00 UTC the clock goes back
+    first = utc(2026, 10, 25, 0, 30)  # 02:30 in Berlin, before the clock goes back at 01:00 UTC
     assert instant(date(2026, 10, 25), 150, BERLIN) == first
     assert instant(date(2026, 10, 25), 180, BERLIN) == utc(2026, 10, 25, 2, 0)
 

@@ -18,7 +18,7 @@ GiB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    """Make a user's and the system's configuration folder, and hide this machine's own folders."""
+    """Make configuration folders for a user and for the system, and hide the real folders."""
     user, system = tmp_path / "user", tmp_path / "system"
     user.mkdir()
     system.mkdir()

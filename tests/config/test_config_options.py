@@ -54,7 +54,7 @@ def test_every_setting_has_an_option_and_vice_versa():
     options = set(GPUPool.class_traits(config=True))
     pool = {f.name for f in fields(PoolSettings)}
     broker = {f.name for f in fields(BrokerSettings)}
-    #: Settings of the pool without an option: either no admin has to change them, or the broker
+    #: These settings of the pool have no option: no admin needs to change them, or the broker
     #: computes them from the schedules.
     constants = {"ageing", "pinned_retry", "growth_step", "residence", "classes_open"}
     #: In a cluster, the broker sets these settings from the ledger.
@@ -142,7 +142,7 @@ def test_half_life_of_fair_share_is_read_in_seconds():
 
 def test_default_limit_is_the_whole_device_for_any_memory():
     assert settings(default_memory="8GiB").pool.default_limit is None
-    # The pool reduces the default limit to the largest size that a kernel may request.
+    # The pool, not this setting, cuts the whole device to the size that a kernel may request.
     assert settings(max_memory_per_kernel="8GiB").pool.default_limit is None
 
 

@@ -26,7 +26,7 @@ ROLES = {"ada": ["user"], "bob": ["user", "gpu-course"]}
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers with a user's model, if the request has the right token."""
+    """A stand-in for the Hub. It describes a user to a client that has the right token."""
 
     def do_GET(self):
         name = self.path.removeprefix("/hub/api/users/").replace("%20", " ")
@@ -77,9 +77,9 @@ def test_example_takes_groups_from_the_hub(hub, tmp_path, monkeypatch):
 
 
 def test_server_with_the_example_starts_its_users_broker():
-    """The server passes its options to the broker as JSON, without the function.
+    """The server passes its options to the broker as JSON, so without the function ``hub_groups``.
 
-    The broker reads the function from the same configuration file.
+    The broker reads this function from the same configuration file.
     """
     section = {"GPUPool": {"hub_groups": len, "idle_timeout": 5}}
     assert starting._section(section) == {"idle_timeout": 5}
@@ -90,7 +90,7 @@ def test_example_for_the_hub_keeps_options_of_other_files(tmp_path):
     token.write_text("s3cret\n")
     text = (EXAMPLE.parent / "jupyterhub" / "jupyterhub_config.py").read_text()
     file.write_text(text.replace("/etc/gpupool/hub-token", str(token)))
-    before = tmp_path / "tljh.py"  # The Littlest JupyterHub loads an admin's files last
+    before = tmp_path / "tljh.py"  # as The Littlest JupyterHub does, load the admin's file last
     before.write_text(
         "c = get_config()\n"
         'c.JupyterHub.services = [{"name": "cull-idle"}]\n'

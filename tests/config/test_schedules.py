@@ -17,7 +17,7 @@ from jupyter_gpupool.config.tree import check_sizes
 
 GiB = 1 << 30
 
-#: Noon and evening of a Monday in winter, in Berlin.
+#: 12:00 and 21:00 of a Monday in winter, in Berlin.
 NOON, EVENING = (datetime(2026, 11, 23, hour, tzinfo=timezone.utc).timestamp() for hour in (11, 20))
 
 NIGHT = {"name": "night", "hours": "20:00-08:00", "time_zone": "Europe/Berlin"}

@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Attacks by a hostile container. This program runs inside it, with the standard library only.
+"""Attacks by a hostile container. This program runs in the container, without other packages.
 
 Run ``python attacks.py KIND...``, with ``attack.py`` of the benchmarks in the same folder. Each
-kind of attack runs in its own process. The program prints "ready". It then reads a line of JSON
-with the facts that the attacker knows about another user's session. When it reads the next line, it
-ends the attacks. For each kind, it then writes a line of JSON with the broker's answers by code,
-and with everything that the attack has reached.
+kind of attack runs in its own process. The program prints "ready". It then reads a line of JSON:
+what the attacker knows about another user's session. A second line ends the attacks. The program
+then writes one line of JSON for each kind: the broker's answers by code, and everything that the
+attack has reached.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZE = HEADER + SLOTS * SLOT
 #: An attack lasts at most this many seconds.
 LONGEST = 600.0
 
-#: The attack that itself reads the lines of standard input.
+#: This attack reads the lines of standard input itself.
 QUEUE = "queue"
 
 #: The number of sessions of an attack that needs several sessions.
@@ -75,8 +75,9 @@ class Session:
         os.pwrite(self.page, data, HEADER + number * SLOT)
 
     def use(self, inflight=1):
-        """Act like a process whose call has passed the gate. With ``inflight=0``, the call has
-        returned.
+        """Write into the page as a process does whose call has passed the gate.
+
+        With ``inflight=0``, the call has returned.
         """
         os.pwrite(self.page, b"\0", 8)  # the gate is open
         self.slot(0, self.child, self.start_time, inflight=inflight)
@@ -109,7 +110,7 @@ class Hostile(attack.Attack):
                                request={"memory": 1 << 50}, **forged) * 20)  # fmt: skip
 
     def guesses(self):
-        """Use another user's session with guessed tokens; each guess closes its connection."""
+        """Send requests for the victim's session with a guessed token, each on a new connection."""
         names = {"session": self.victim["session"], "token": "guessed"}
         fields = {"hello": {}, "attach": {}, "home": {}, "page": {},
                   "land": {"step": "begin"}, "grow": {"device": 0, "bytes": 1}}  # fmt: skip
@@ -143,8 +144,8 @@ class Hostile(attack.Attack):
     def rounds(self):
         """Yield once for each round of the attack, until the attack ends.
 
-        The first round always runs, even if the time of the attack is over before it on a slow
-        machine.
+        The first round always runs. On a slow machine, the time of the attack may end before the
+        first round begins.
         """
         self.first = True
         yield
@@ -153,8 +154,9 @@ class Hostile(attack.Attack):
             yield
 
     def try_once(self, kind, **fields):
-        """Send a request on a new connection. If the broker accepts it, the
-        attack has reached the victim.
+        """Send a request on a new connection.
+
+        If the broker accepts the request, the attack has reached the victim.
         """
         answer = self.ask_once(kind, **fields)
         if answer and "code" not in answer:
@@ -174,7 +176,7 @@ class Hostile(attack.Attack):
         return made
 
     def descriptors(self):
-        """Send requests with as many open files as one message may carry."""
+        """Send requests with 250 open files each, about the most that one message can carry."""
         files = [os.open("/dev/null", os.O_RDONLY)] * 250
         made = self.dial()
         while not self.over:
@@ -187,7 +189,7 @@ class Hostile(attack.Attack):
                 made = self.dial()
 
     def unread_pages(self):
-        """Request the attacker's page again and again, and read no answer before the end."""
+        """Request the attacker's page again and again. Read the answers only at the end."""
         session = Session(self)
         made = [one for _ in range(20) if (one := self.connect())]
         while not self.over:
@@ -211,9 +213,9 @@ class Hostile(attack.Attack):
         session.close()
 
     def damage(self):
-        """Damage the attacker's page in every way, and make the broker read the page each time.
+        """Damage the attacker's page in many ways. Make the broker read each damaged page.
 
-        The session has a slice meanwhile.
+        The session of a damaged page has a slice.
         """
         ways = {
             "noise": lambda f: os.pwrite(f, os.urandom(SIZE), 0),
@@ -241,9 +243,9 @@ class Hostile(attack.Attack):
                 session.close()
 
     def false_processes(self):
-        """Write false processes and the victim's process into pages.
+        """Write processes that do not exist, and the victim's process, into the attacker's pages.
 
-        Change the pages before each check of the broker.
+        The pages change before each check by the broker.
         """
         sessions = [Session(self, request={"memory": 40 << 20}) for _ in range(MANY)]
         for session in sessions:
@@ -276,9 +278,7 @@ class Hostile(attack.Attack):
             os.waitpid(child, 0)
 
     def reads(self):
-        """Search for the other user's secret in all files and processes that the
-        container shows.
-        """
+        """Search all files and processes that the container shows for the other user's secret."""
         place = Path(self.path).parent
         secret = self.victim["secret"].encode()
         for _ in self.rounds():
@@ -340,7 +340,7 @@ def run(kind, victim):
 def main():
     print("ready", flush=True)
     victim = json.loads(sys.stdin.readline())
-    # Each child unblocks the signal when it has set its handler.
+    # Block the signal until a child has set its handler. The child then unblocks the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     children = []
     for kind in sys.argv[1:]:

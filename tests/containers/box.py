@@ -1,10 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The first process of a container: it makes the file system and the user, and then becomes the
-container's program.
+"""Sets up the file system and the user of a container, and then executes its program.
 
-``unshare`` has made the namespaces. The first line of standard input describes
-everything else, see ``kit.Box``.
+This script is the first process of the container. ``unshare`` has made the namespaces. The first
+line of standard input describes everything else, see ``kit.Box``.
 """
 
 import ctypes
@@ -31,7 +30,7 @@ def mount(source, target, kind, flags=0, data=None):
 
 
 def bind(source, target, *, writable=False):
-    """Show a file or folder of the machine in the container."""
+    """Mount a file or folder of the machine in the container."""
     if Path(source).is_dir():
         Path(target).mkdir(parents=True, exist_ok=True)
     else:
@@ -74,7 +73,7 @@ def build(spec):
 
 
 def in_user_namespace(first):
-    """Enter a user namespace where user 0 is ``first`` outside, as with Docker's userns-remap."""
+    """Enter a user namespace, as with Docker's userns-remap: its user 0 is ``first`` outside."""
     ready, entered = os.pipe(), os.pipe()
     child = os.fork()
     if child:
@@ -89,7 +88,7 @@ def in_user_namespace(first):
 
 
 def main():
-    # The file is unbuffered, because the container's program reads the lines after this line.
+    # Without a buffer, this process reads only one line. The container's program reads the rest.
     with open(0, "rb", buffering=0, closefd=False) as file:
         spec = json.loads(file.readline())
     build(spec)

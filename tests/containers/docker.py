@@ -34,7 +34,7 @@ class Docker:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    # The daemon ends together with the tests, even if they are killed.
+                    # If the tests end or are killed, Linux ends the daemon, too.
                     *("setpriv", "--pdeathsig", "TERM"),
                     "dockerd", "--host", self.host, "--iptables=false", "--ip6tables=false",
                     "--bridge=none", f"--data-root={self.folder}/data",
@@ -90,7 +90,7 @@ class DockerHub(Hub):
         text = (EXAMPLES / "containers" / "jupyterhub_config.py").read_text()
         assert "/run/gpupool/users/{raw_username}" in text
         (self.folder / "docker.py").write_text(text.replace("/run/gpupool", str(place)))
-        # The emulated GPUs are mounted in the same way as a container runtime adds real GPUs.
+        # Mount the emulated GPUs, as a container runtime would add real GPUs to the container.
         emulated = f"{place}/broker.sock.emulated"
         url = f":{self.ports['hub']}"
         with (self.folder / "hub.py").open("a") as file:

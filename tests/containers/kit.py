@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Containers made with the operating system's own means, and the machine's broker outside them.
+"""Containers made only with namespaces and mounts, and the machine's broker outside them.
 
 Each container has its own process numbers, mounts, network, control groups, 64 KiB of shared
 memory and root file system. The file system has Python and ipykernel, but no jupyter_gpupool. The
-mounted folder is the only way between the container and the broker.
+container can reach the broker only through the mounted folder.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Machine(kit.Broker):
         self.kind = Box
 
     def user(self, name):
-        """Make the folder of a user, as Docker does for a volume; return it when
-        the broker serves it.
+        """Make the folder of a user, as Docker does for a volume, and return the folder.
+
+        The broker already serves the folder when this method returns.
         """
         folder = self.place / "users" / name
         folder.mkdir(exist_ok=True)
@@ -95,9 +96,9 @@ def running(**config):
 class Box:
     """One container. It mounts the folder of ``user``; with an empty ``user``, it mounts none.
 
-    ``users_from``: if the container has a user namespace, its root has this user id on the machine.
-    ``memory``: the memory limit of its control group, in bytes. ``writable``: whether the container
-    may write to the mounted folder. An admin who allows this makes a mistake.
+    ``users_from``: the user id that the container's root has on the machine; 0 if the container has
+    no user namespace. ``memory``: the memory limit of its control group, in bytes. ``writable``:
+    whether the container may write to the mounted folder, as after a mistake of an admin.
     """
 
     def __init__(self, machine, user="", *, uid=1000, users_from=0, memory=0, writable=False):
@@ -112,8 +113,9 @@ class Box:
         self._processes, self._kernels = [], []
 
     def start(self, *arguments, env=None, **options):
-        """Start Python in the container; each further call starts another
-        container with the same files.
+        """Start Python in a new container.
+
+        The containers of all calls share the folder ``self.shared``.
         """
         place = str(self.machine.place)
         root = self.machine.folder / f"root-{secrets.token_hex(4)}"
@@ -124,7 +126,7 @@ class Box:
             (str(self.shared), str(self.shared), True),
         ]
         if self.user:
-            # The emulated GPUs are mounted in the same way as a container runtime adds real GPUs.
+            # Mount the emulated GPUs, as a container runtime would add real GPUs to the container.
             emulated = f"{place}/broker.sock.emulated"
             mounts += [
                 (f"{place}/users/{self.user}", place, self._writable),
@@ -146,10 +148,10 @@ class Box:
         return self._launch(_inside(self._group), (), sys.executable, spec, options)
 
     def _launch(self, before, namespace, python, spec, options):
-        """Start ``box.py`` in the interpreter ``python``, in new namespaces.
+        """Start ``box.py`` with the interpreter ``python``, in new namespaces.
 
-        ``before`` is the list of words at the start of the command line. ``namespace`` is the list
-        of options with which ``unshare`` makes more namespaces.
+        The command line begins with the words ``before``. ``namespace`` has more options for
+        ``unshare``, for more namespaces.
         """
         process = subprocess.Popen(
             [*before, "unshare", *namespace, "--mount", "--ipc", "--net", "--uts", "--cgroup",
@@ -210,7 +212,7 @@ def control_group(limit):
 
 
 def _inside(group):
-    """Return the beginning of a command line that runs a command in the control group.
+    """Return the prefix that makes a command run in the control group.
 
     Without a group, return [].
     """
@@ -220,8 +222,9 @@ def _inside(group):
 
 
 class BoxKernel:
-    """The Pooled GPU kernel of the mounted kernelspec. Its connection is in the
-    container's files.
+    """A kernel of the mounted kernelspec.
+
+    The client reaches the kernel through Unix sockets in the container's shared folder.
     """
 
     def __init__(self, box, **env):

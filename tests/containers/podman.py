@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Podman's containers, from images with a Debian release. ``make test-containers`` makes the
-images.
+"""Containers of Podman, from images with different Debian releases.
 
-An image has Debian's Python and ipykernel, but no jupyter_gpupool.
+``make test-containers`` makes the images. An image has Debian's Python and ipykernel, but no
+jupyter_gpupool.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .kit import Box
 #: In this folder, ``make`` notes which images exist.
 _IMAGES = Path(__file__).parents[2] / ".images"
 
-#: Without these, Podman sets higher limits than a process without CAP_SYS_RESOURCE may have.
+#: Podman's default limits are too high for a process without CAP_SYS_RESOURCE. So set these limits.
 LIMITS = ("--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096")
 
-#: crun of Debian 12 refuses a machine that has control groups of both versions.
+#: Prefer runc: crun of Debian 12 refuses a machine that has control groups of versions 1 and 2.
 PODMAN = ("podman", *(("--runtime", "runc") if shutil.which("runc") else ()))
 
 
@@ -35,14 +35,12 @@ def images():
 
 
 def new_name():
-    """Return a name for a container. It contains the id of the tests' process,
-    see :func:`sweep`.
-    """
+    """Return a new name for a container. It has the pid of the tests, for :func:`sweep`."""
     return f"gpupool-test-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def left(names):
-    """Return the container names in ``names`` that belong to tests that no longer run."""
+    """Return those of ``names`` that are names of containers whose tests no longer run."""
     made = (re.fullmatch(r"gpupool-test-(\d+)-[0-9a-f]+", name) for name in names)
     return [match[0] for match in made if match and not identify(int(match[1]))]
 
@@ -79,7 +77,7 @@ class PodmanBox(Box):
         place = str(self.machine.place)
         mounts = [f"{self.shared}:{self.shared}"]
         if self.user:
-            # The emulated GPUs are mounted in the same way as a container runtime adds real GPUs.
+            # Mount the emulated GPUs, as a container runtime would add real GPUs to the container.
             emulated = f"{place}/broker.sock.emulated"
             access = "" if self._writable else ":ro"
             mounts += [f"{place}/users/{self.user}:{place}{access}", f"{emulated}:{emulated}"]

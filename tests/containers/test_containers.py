@@ -70,8 +70,8 @@ def test_containers_with_one_user_id_share_gpus(machine):
         "ada": True, "bob": True
     }  # fmt: skip
 
-    # Each GPU has room for one kernel, so the broker suspends one of the two kernels for ada's
-    # second kernel.
+    # Each of the two GPUs has room for one kernel. So for ada's second kernel, the broker suspends
+    # her first kernel or bob's kernel.
     second = machine.box("ada").kernel()
     second.run("%gpu 300MiB")
     second.run(FILL % 11)
@@ -79,14 +79,14 @@ def test_containers_with_one_user_id_share_gpus(machine):
         next(s["owner"] for s in machine.status()["sessions"] if s["suspended_bytes"])
     ]
     (other,) = {ada, bob} - {kept}
-    # The broker is killed; the next broker finds the processes and pages again.
+    # Kill the broker. The next broker must find the processes and pages again.
     machine.kill()
     assert machine.started
     (home,) = (s["device"] for s in second.session["slices"])
     second.run("%gpu release")
     other.run(CHECK % {ada: 7, bob: 9}[other])
     kept.run(CHECK % {ada: 7, bob: 9}[kept])
-    # This GPU is paused now, so the state comes back on the other GPU.
+    # Pause the GPU that the second kernel had. Its state must come back on the other GPU.
     maintain(machine, "pause", home)
     second.run(CHECK % 11)
     assert second.session["migrations"] == 1
@@ -100,7 +100,7 @@ def test_containers_with_one_user_id_share_gpus(machine):
     )
 
 
-#: Sends a hostile container's requests; prints the code of each answer.
+#: The program of a hostile container: it sends requests, and prints the code of each answer.
 ATTACKER = """
 import json, os, socket, subprocess, sys
 theirs, token, pid = sys.argv[1:]
@@ -216,7 +216,7 @@ def test_container_cannot_reach_another_users_session(machine):
     assert text == "nothing"
 
 
-#: Connects, and prints when the connection has ended.
+#: Connects to the broker, and prints a line when the connection ends.
 CONNECTED = """
 import os, socket
 connection = socket.socket(socket.AF_UNIX)
@@ -284,8 +284,9 @@ sys.exit(main(["doctor", "--inside"]))
 
 
 def test_container_without_memory_for_a_suspend_keeps_its_slice(machine):
-    """The kernel cannot be suspended within its memory limit. The status says why, and the kernel
-    keeps running.
+    """The container has too little memory for a suspend of its kernel.
+
+    So the kernel keeps running, and the status shows the reason.
     """
     machine.user("ada")
     kernel = machine.box("ada", memory=640 * kit.MiB).kernel()

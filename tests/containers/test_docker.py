@@ -53,21 +53,21 @@ def test_users_of_docker_spawner_share_one_gpu_through_restarts(site):
     hub, docker, machine = site
     ada, bob = "ada", "bob@example.org"
     for name in (ada, bob):
-        # Docker would also make this user's folder if it were missing. But the emulated GPUs are
-        # mounted in this folder, so the broker must fill it before the container starts.
+        # Make the user's folder before Docker would make it. The emulated GPUs are mounted in this
+        # folder, so the broker must fill the folder before the container starts.
         machine.user(name)
     path = hub.spawn(ada)
     mine, theirs = hub.kernel(path), hub.kernel(hub.spawn(bob))
     mine.run("%gpu 300MiB")
     mine.run(FILL % 7)
-    theirs.run(FILL % 9)  # the GPU has room for one kernel: the first one is suspended
+    theirs.run(FILL % 9)  # the GPU has room for one kernel, so the broker suspends ada's kernel
     found = owners(machine)
-    # Both users have user id 1000, so the broker knows the owners from the mounted folders.
+    # Both containers run as user id 1000. The broker knows the owners by the mounted folders.
     assert found.keys() == {ada, bob}
     assert found[ada]["suspended_bytes"] > 0
     mine.run(CHECK % 7)
 
-    # The broker is killed, and the Hub restarts: no server, no kernel and no byte is lost.
+    # Kill the broker and restart the Hub. No server, no kernel and no byte may be lost.
     machine.kill()
     assert machine.started
     theirs.run(CHECK % 9)

@@ -3,7 +3,7 @@
 """Attacks from inside containers, and their effect on a kernel in another user's container.
 
 An attacker is root in its container, and knows the process number, the session and the token of
-the other kernel. The short form makes most attacks at the same time. The long form makes each
+the other kernel. The short test makes most attacks at the same time. The long test makes each
 attack alone.
 """
 
@@ -34,10 +34,10 @@ pytestmark = [
     pytest.mark.skipif(bool(namespaces.refusal()), reason=namespaces.refusal() or "none"),
 ]
 
-#: The attacks. ``attacks.py`` and ``benchmarks/attack.py`` say what each one does. The values are
-#: the answers that the broker may give to the attack; it may always answer `busy`. For every
-#: attack, :func:`attacked` makes the same checks of the victim, of the broker, and of what the
-#: attacker has reached.
+#: The attacks. ``attacks.py`` and ``benchmarks/attack.py`` say what each attack does. The value has
+#: the codes that the broker may answer to the attack. The broker may also always answer `busy`.
+#: After each attack, :func:`attacked` checks the victim, the broker, and what the attacker has
+#: reached.
 ATTACKS = {
     # Floods of connections.
     "churn": "",
@@ -70,8 +70,8 @@ ATTACKS = {
     "reads": "ok",
 }
 
-#: The users of the short form, and the attacks that each user makes. All attacks of a user share
-#: the user's budget of requests, so different users make the attacks that need many answers.
+#: The attacks of each user in the short test. The attacks of one user share a budget of requests,
+#: so attacks that need many answers belong to different users.
 TEAMS = {
     "mallory": ["status", "journal_of_nobody", "rubbish", "refused"],
     "trudy": ["churn", "open_close", "opens"],
@@ -86,8 +86,8 @@ SECRET = "secret-notebook.ipynb"
 #: an attack, it takes 0.3 s.
 WAIT = 3.0
 
-#: The journal may grow by at most this many bytes during an attack of some seconds. The broker
-#: empties the journal's log at 16 MiB.
+#: The journal may grow by at most this many bytes during an attack of some seconds. The number
+#: includes the journal's log, which the broker empties at 16 MiB.
 MOST_JOURNAL = 20_000_000
 
 #: Fields of the victim's session that no attack may change.
@@ -119,7 +119,7 @@ class Victim:
                       "start_time": identify(pid).start_time}  # fmt: skip
 
     def live(self):
-        """Release the slice, take it again and check each byte; return the seconds."""
+        """Release the slice, take a slice again and check each byte; return how long this takes."""
         begun = time.monotonic()
         self.kernel.run("%gpu release")
         wait_until(
@@ -137,7 +137,7 @@ def victim(site):
 
 @pytest.fixture
 def machine(site):
-    """The machine; when the test ends, it closes the attackers' containers."""
+    """The machine. After the test, this fixture closes the attackers' containers."""
     kept = [*site.boxes]
     yield site
     for box in site.boxes:
@@ -175,10 +175,10 @@ def journal(machine):
 
 
 def attacked(machine, victim, teams, *, rounds, seconds):
-    """Attack until the victim has had ``rounds`` slices, for at least ``seconds``; then assert all
-    promises.
+    """Let teams attack the machine, and check that the attacks do no harm.
 
-    If the broker does not serve the victim, the test does not end.
+    The attacks last at least ``seconds``, and until the victim has had ``rounds`` slices. If the
+    broker does not serve the victim, the test does not end.
     """
     victim.live()
     quiet, log, rows = resident(machine), machine.log.stat().st_size, journal(machine)
@@ -199,7 +199,7 @@ def attacked(machine, victim, teams, *, rounds, seconds):
 
     assert [kind for kind, one in seen.items() if not one["sent"] and not one["codes"]] == []
 
-    # The attackers reached nothing, and the broker answered each of their requests correctly.
+    # The attackers reached nothing, and the broker gave only answers that ATTACKS allows.
     assert {kind: one["reached"] for kind, one in seen.items() if one["reached"]} == {}
     wrong = {kind: {*one["codes"]} - {*ATTACKS[kind].split(), "busy"} for kind, one in seen.items()}
     assert {kind: codes for kind, codes in wrong.items() if codes} == {}
@@ -209,7 +209,7 @@ def attacked(machine, victim, teams, *, rounds, seconds):
     after = machine.session(victim.session)
     assert {name: after[name] for name in KEPT} == {name: victim.before[name] for name in KEPT}
     assert [s["granted_bytes"] for s in after["slices"]] == [64 * kit.MiB]
-    # The broker took little memory, log and disk, and has freed the attackers' files and sessions.
+    # The broker used little memory and disk, and it has freed the attackers' files and sessions.
     assert peak(machine) < MOST
     assert machine.log.stat().st_size - log < MOST_LOG * len(seen)
     assert journal(machine) - rows < MOST_JOURNAL

@@ -20,7 +20,7 @@ from .test_containers import (  # noqa: F401  - the same tests, with the fixture
     test_user_is_not_served_after_the_folder_is_removed,
 )
 
-#: For each image that is too old: the line that its kernel writes to the log.
+#: Maps each image that is too old to the line that its kernel writes to the log.
 TOO_OLD = {
     "bullseye": "Pooled GPU kernels need Python 3.10 or newer, and this image has 3.9",
 }
@@ -49,7 +49,7 @@ def of_image(name):
 
 @pytest.fixture(params=[name for name in images() if name not in TOO_OLD])
 def machine(site, request):
-    """The machine, without any container or user; each test runs with each image."""
+    """The machine, without containers and users. Each test runs once with each image."""
     site.kind = of_image(request.param)
     yield site
     site.clear()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Containers that a user's account starts without root, with the folder of the machine's broker."""
+"""Containers that users start without root, and that mount the folder of the broker."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ADA, BOB = 21_003, 21_004
 
 
 def as_account(uid):
-    """Return the beginning of a command line, which runs a command as a user without privileges."""
+    """Return the prefix that makes a command run as this user, without privileges."""
     return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
 
 
 def refusal():
-    """Return why accounts cannot make containers here, or ""."""
+    """Return why users cannot make containers on this machine, or "" if they can."""
     if os.geteuid() or namespaces.refusal():
         return namespaces.refusal() or "only root can be two accounts, and run the machine's broker"
     if not (HUB / ".ready").exists():
@@ -88,10 +88,10 @@ def test_accounts_share_one_gpu_from_their_own_containers(machine):
     assert ada.run("import os; print(os.getuid(), os.getpid() < 20)") == "0 True"
     ada.run("%gpu 300MiB")
     ada.run(FILL % 7)
-    bob.run(FILL % 9)  # the GPU has room for one kernel: the first one is suspended
+    bob.run(FILL % 9)  # the GPU has room for one kernel, so the broker suspends ada's kernel
     found = {session["owner"]: session for session in machine.status()["sessions"]}
-    # The owners' names have the user ids of the accounts on the machine, not the user ids inside
-    # the containers.
+    # The broker names each owner by the user id on the machine, not by the user id inside the
+    # container.
     assert found.keys() == {f"uid-{ADA}", f"uid-{BOB}"}
     assert found[f"uid-{ADA}"]["suspended_bytes"] > 0
     machine.kill()

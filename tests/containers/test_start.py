@@ -54,7 +54,10 @@ def test_image_with_an_old_python_is_refused(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Run the program in a folder like the mounted one; return the command that it becomes."""
+    """Return a function that runs the program in a folder like the mounted one.
+
+    The function returns the command that the program executes, and the environment.
+    """
     (tmp_path / "gpupool-guard").mkdir()
     (tmp_path / "gpupool-guard" / "libcuda.so.1").symlink_to(GUARD)
     environment, commands = {"PYTHONPATH": "/mine"}, []

@@ -26,7 +26,7 @@ MiB = 1 << 20
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test that is a coroutine function in its own event loop."""
+    """If the test is a coroutine function, run it in a new event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames
@@ -89,8 +89,9 @@ class Target:
         self.root = procfs.identify(self.pid)
 
     async def do(self, name, *arguments, timeout=60):
-        """Call function ``name`` in the target; return its result, or raise
-        RuntimeError if it failed.
+        """Call function ``name`` in the target, and return its result.
+
+        If the function fails, raise RuntimeError.
         """
         self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
         line = await asyncio.wait_for(self.process.stdout.readline(), timeout)
@@ -120,7 +121,7 @@ class Target:
 
 
 def until(condition, timeout=60.0):
-    """Wait for a condition; raise TimeoutError if it does not come true."""
+    """Wait until ``condition()`` is true; raise TimeoutError after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -129,7 +130,7 @@ def until(condition, timeout=60.0):
 
 
 async def until_async(condition, timeout=60.0):
-    """Wait for a condition without blocking the event loop."""
+    """Wait like :func:`until`, but do not block the event loop."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -161,5 +162,5 @@ def emulated(driver_library, tmp_path, monkeypatch):
 
 @pytest.fixture
 def waiting():
-    """Return the two functions that wait for a condition."""
+    """Return :func:`until` and :func:`until_async`."""
     return until, until_async

@@ -1,7 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Forks the device children and CUDA processes instead of executing them; see
-``tests/broker/forks.py``."""
+"""Forks the device children and CUDA processes instead of executing them.
+
+See ``tests/broker/forks.py``.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ async def create_subprocess_exec(*command, **options):
         return await _execute(*command, **options)
     command = [*command]
     if command[1] == str(child.SCRIPT):
-        # A child ends if its parent is not the process that this argument names. The service names
-        # itself. But a forked child has another parent, so name that parent instead.
+        # This argument names the parent of the child. If the child has another parent, it ends. The
+        # service has named itself, but is not the parent of a forked child. So name the parent.
         assert command[4] == str(os.getpid()), command
         command[4] = str(forks.parent())
     stdin, write = os.pipe()
@@ -41,8 +43,9 @@ async def create_subprocess_exec(*command, **options):
 
 
 class Forked:
-    """A forked process, with the part of :class:`asyncio.subprocess.Process` that
-    the service uses.
+    """A forked process.
+
+    The class has the methods of :class:`asyncio.subprocess.Process` that the service uses.
     """
 
     def __init__(self, process):

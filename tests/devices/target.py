@@ -1,9 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A CUDA process under test: it reads one JSON request per line, and answers each with one JSON
-line.
+"""A CUDA process under test. It answers each line of JSON with a line of JSON.
 
-It runs as a script on NVIDIA's own bindings and imports nothing of jupyter_gpupool.
+This script uses NVIDIA's own bindings and imports nothing of jupyter_gpupool.
 """
 
 import hashlib

@@ -15,7 +15,7 @@ MiB = 1 << 20
 
 
 async def swap(machine, service, uuids, number, rounds, rng):
-    """Suspend one session, resume it on either device, and compare every byte, many times."""
+    """Many times, suspend a session, resume it on a random device, and compare every byte."""
     name, at = f"s{number}", number % 2
     async with machine.target(str(at), GPUPOOL_SESSION=name) as target:
         await target.do("context")
@@ -44,8 +44,8 @@ async def swap(machine, service, uuids, number, rounds, rng):
 async def kill(service, rng):
     """Kill children of the service during calls, until the task is cancelled.
 
-    Do not kill a child that is starting. Otherwise, on a busy machine, no child would ever become
-    ready.
+    This function kills no child during its start. Otherwise, on a busy machine, no child would ever
+    become ready.
     """
     children = [service._sampler.child, *service._workers.children.values()]
     while True:

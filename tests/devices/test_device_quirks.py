@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The device service on drivers with quirks: ways in which real drivers may differ.
+"""The device service on drivers with quirks.
 
-The emulator's README lists them; each test here names the quirk that it turns on.
+A quirk is a way in which real drivers may differ. The emulator's README lists the quirks. The
+docstring of a test names the quirk that the test turns on.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ async def beginning(service, uuid, op, task):
 
 
 async def filled(target, size=16 * MiB):
-    """Give the target a context and known bytes; return their hash."""
+    """Make a context and fill a buffer with known bytes in the target; return their hash."""
     await target.do("context")
     return await target.do("fill", size, 1)
 
@@ -79,8 +80,9 @@ async def test_memory_used_before_any_session_counts_as_driver_memory(emulated):
 
 
 async def test_memory_beyond_a_drivers_residue_is_foreign(emulated):
-    """residue: the service counts at most an eighth of a device as the driver's memory. Unlisted
-    processes must have the rest.
+    """residue: the service counts at most an eighth of a device as the driver's memory.
+
+    It counts the rest as memory of processes that NVML does not list.
     """
     machine = emulated(ONE)
     machine.faults.set("residue", bytes="600MiB")
@@ -89,8 +91,10 @@ async def test_memory_beyond_a_drivers_residue_is_foreign(emulated):
 
 
 async def test_resume_reserves_memory_that_the_list_does_not_show(emulated):
-    """nvml-less: NVML's list omits the context, and a resume without room for the context is
-    fatal."""
+    """nvml-less: NVML's list omits the context.
+
+    So the service must reserve room for the context: a resume without this room is fatal.
+    """
     machine = emulated(ONE)
     machine.faults.set("nvml-less", bytes="60MiB")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -104,7 +108,7 @@ async def test_resume_reserves_memory_that_the_list_does_not_show(emulated):
 
 
 async def test_memory_that_another_process_frees_does_not_count(emulated):
-    """nvml-less: memory that another process frees meanwhile does not count for this process."""
+    """nvml-less: a suspend does not count the memory that another process frees meanwhile."""
     machine = emulated(ONE)
     machine.faults.set("nvml-less", bytes="60MiB")
     async with (
@@ -136,8 +140,9 @@ async def test_small_memory_left_after_a_suspend_causes_no_delay(emulated, size)
 
 
 async def test_suspend_succeeds_if_nvml_drops_the_process_late(emulated, monkeypatch):
-    """nvml-lag: the service waits for NVML's list only for a bounded time, and still counts the
-    freed bytes correctly.
+    """nvml-lag: NVML lists a suspended process for a long time, but the service stops waiting.
+
+    The service still counts the freed bytes correctly.
     """
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.sampler.FREED_TIMEOUT", 0.2)
     machine = emulated(ONE)
@@ -180,7 +185,7 @@ async def test_second_suspend_counts_memory_the_resume_added(emulated):
 
 
 async def test_sample_waits_while_nvml_waits_for_a_copy(emulated):
-    """nvml-waits: NVML exceeds the sample's time-out; no device is lost, no process is replaced."""
+    """nvml-waits: a sample exceeds its time-out, but the service replaces no process."""
     machine = emulated(TWO)
     async with (
         machine.started(sample_timeout=1.0) as (service, devices),
@@ -196,8 +201,8 @@ async def test_sample_waits_while_nvml_waits_for_a_copy(emulated):
         await beginning(service, first, "checkpoint", task)
         monitor = service._sampler.child.pid
         samples = asyncio.create_task(service.sample())
-        # The service does not keep the other session locked until the end of the copy. It lets the
-        # other session run.
+        # The suspend of the other session gives up early. Otherwise this session would stay locked
+        # until the end of the copy.
         outcome = await service.suspend(other.root, [second], session="s2")
         assert outcome.status == "drain"
         assert "while the driver copies the memory of another kernel" in outcome.message
@@ -266,8 +271,10 @@ async def test_nvml_that_hangs_during_endless_copies_is_replaced(emulated):
 
 
 async def test_service_waits_for_a_slow_copy_that_makes_progress(emulated, monkeypatch):
-    """The checkpoint exceeds its time-out several times: the worker ends, but the copy
-    continues."""
+    """The checkpoint exceeds its time-out several times.
+
+    The worker ends, but the copy continues.
+    """
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.calls.PROGRESS", 1 * MiB)
     machine = emulated(ONE)
     async with (
@@ -322,7 +329,7 @@ async def test_memory_that_rises_and_falls_is_not_progress(monkeypatch, op, size
 
 
 async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
-    """restore-keeps-state: after a failure, the service relies on the state in the driver."""
+    """restore-keeps-state: after a failed restore, the driver still has the state."""
     machine = emulated(TWO)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -364,8 +371,9 @@ async def test_restore_without_room_can_keep_the_state(emulated):
 
 
 async def test_refused_resume_suspends_restored_processes_again(emulated):
-    """restore-keeps-state: if the driver refuses to resume one process, the whole session stays
-    suspended.
+    """restore-keeps-state: the driver refuses to resume one of two processes.
+
+    The whole session then stays suspended.
     """
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
@@ -387,8 +395,9 @@ async def test_refused_resume_suspends_restored_processes_again(emulated):
 
 
 async def test_undo_retries_a_restore_until_it_succeeds(emulated):
-    """restore-keeps-state: the driver suspends one process and refuses the other. Both must run
-    again.
+    """restore-keeps-state: the driver suspends one process and refuses the other process.
+
+    Both processes must run again.
     """
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
@@ -466,7 +475,7 @@ async def test_undone_suspend_is_restored_only_with_enough_room(emulated, waitin
 
 
 async def until_taken(thief, suspending):
-    """Take the memory that the suspended child has freed, in a process outside the pool."""
+    """Let ``thief``, a process outside the pool, take the memory that the suspended child freed."""
     while True:
         assert not suspending.done()
         with contextlib.suppress(RuntimeError):
@@ -500,7 +509,7 @@ async def test_self_test_finds_that_a_driver_cannot_migrate(emulated):
 
 
 async def test_state_survives_a_device_that_fails_in_a_resume(emulated):
-    """restore-keeps-state: the session resumes on another device."""
+    """restore-keeps-state: a device is lost in a resume. The session resumes on another device."""
     machine = emulated(TWO)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -530,7 +539,7 @@ async def test_state_survives_a_device_that_fails_in_a_resume(emulated):
 
 
 async def test_state_is_known_if_a_device_fails_as_a_suspend_ends(emulated):
-    """device-lost between the copy and the check for freed memory: host memory has the state."""
+    """device-lost: the device fails when the copy has ended, so host memory has the state."""
     machine = emulated(TWO)
     async with machine.started() as (service, devices), machine.target() as target:
         first, second = (d.uuid for d in devices)
@@ -560,8 +569,9 @@ async def test_state_is_known_if_a_device_fails_as_a_suspend_ends(emulated):
 
 
 async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiting):
-    """lock-ignores-timeout: the service stops waiting, and unlocks the process if
-    the lock succeeds later.
+    """lock-ignores-timeout: the service stops waiting for the lock.
+
+    If the lock succeeds later, the service unlocks the process.
     """
     _, until_async = waiting
     machine = emulated(ONE)
@@ -587,8 +597,10 @@ async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiti
 
 
 async def test_close_ends_the_watch_on_a_late_lock(emulated):
-    """lock-ignores-timeout: the suspend ends while the service closes, and then starts a task that
-    waits for the late lock. The close must end this task, too.
+    """lock-ignores-timeout: the service closes while a suspend waits for the lock.
+
+    When the suspend ends, it starts a task that waits for the late lock. The close must end this
+    task, too.
     """
     machine = emulated(ONE)
     async with machine.target() as target:
@@ -625,7 +637,7 @@ async def test_lock_error_at_the_time_out_means_work_did_not_drain(emulated, cod
 
 @pytest.mark.parametrize("enough", [True, False])
 async def test_process_that_only_called_cuinit_is_suspended(emulated, enough):
-    """init-not-enough: the process has no state, whether or not the driver suspends it."""
+    """init-not-enough: the driver cannot suspend a process that has only called cuInit."""
     machine = emulated(ONE)
     if not enough:
         machine.faults.set("init-not-enough")

@@ -42,7 +42,7 @@ async def answer_started(service, uuid, op):
 
 
 async def test_worker_killed_during_a_suspend_loses_no_state(emulated, waiting):
-    """The driver completes the checkpoint after its caller's death, so the session is suspended."""
+    """The driver completes the checkpoint after the worker's death. So the suspend succeeds."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -63,7 +63,7 @@ async def test_worker_killed_during_a_suspend_loses_no_state(emulated, waiting):
 
 
 async def test_worker_killed_during_a_resume_loses_no_state(emulated):
-    """The driver leaves the process locked after its caller's death; the next worker unlocks it."""
+    """The driver leaves the target locked after the worker's death. The next worker unlocks it."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -81,7 +81,7 @@ async def test_worker_killed_during_a_resume_loses_no_state(emulated):
 
 
 async def test_resume_sends_its_worker_two_requests(emulated, monkeypatch):
-    """A request takes longer than the driver's work, because it must wake another process."""
+    """Each request must wake the worker. That takes longer than the driver's own work."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -219,7 +219,7 @@ async def test_close_waits_for_a_child_that_has_just_died():
 
 
 async def test_close_waits_for_a_child_that_was_replaced(monkeypatch):
-    """The old child's pipes are open until the event loop notices its end."""
+    """The old child's pipes are open until the event loop notices the end of the old child."""
     child = Child("worker", module=PROGRAMS, env=child_environment(None), log=logging.getLogger())
     await child._spawn(60)
     first, lost, noticed, reap = child._reader, child._process, asyncio.Event(), Child._reap
@@ -245,7 +245,7 @@ async def test_close_waits_for_a_child_that_was_replaced(monkeypatch):
 
 
 async def test_cancelled_start_ends_the_process_that_it_started(monkeypatch):
-    """In the past, asyncio left the pipes open, so a broker that stopped logged an error."""
+    """asyncio alone would leave the pipes open, and the broker would log an error at its end."""
     execute, begun, made = asyncio.create_subprocess_exec, asyncio.Event(), []
 
     async def late(*command, **options):
@@ -268,8 +268,8 @@ async def test_cancelled_start_ends_the_process_that_it_started(monkeypatch):
 async def test_close_ends_a_self_test_without_a_caller(emulated, monkeypatch, guard):
     """The self-test continues after its caller is cancelled.
 
-    With the guard, it also starts another self-test. In the past, close() did not end the
-    self-test's process, so the log had an error after the event loop was closed.
+    With the guard, it would also start another self-test. ``close`` must end the self-test's
+    process. Otherwise, the log has an error after the event loop is closed.
     """
     machine, begun, made = emulated("1x1GiB,context=16MiB"), asyncio.Event(), []
     execute = asyncio.create_subprocess_exec
@@ -487,9 +487,7 @@ async def test_locked_session_of_a_dead_broker_is_recovered(emulated):
 
 
 async def test_lost_device_is_reported_at_most_once_by_each_sign(emulated, waiting):
-    """The Xid is one sign of a lost device. The other sign is a failed sample, if NVML cannot read
-    the device before the Xid arrives.
-    """
+    """The service reports a lost device for its Xid, and for a sample that fails before the Xid."""
     machine = emulated("2x1GiB,context=16MiB")
     _, until_async = waiting
     async with machine.started() as (service, devices):
@@ -666,7 +664,7 @@ async def test_device_can_migrate_after_a_test_without_its_peer(emulated):
 async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, waiting, lost):
     """The next sampler must not open the paused device.
 
-    With ``lost``, the other device is lost. The next sampler must not look for it either.
+    With ``lost``, the other device is lost. The next sampler must not look for the lost device.
     """
     _, until_async = waiting
     machine = emulated("2x1GiB,context=16MiB")
@@ -682,8 +680,8 @@ async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, wait
         await service.stand_down("paused", [away.uuid])
         assert [sample.uuid for sample in await under_way] == [kept.uuid]
         assert not users_of(machine, away)
-        # The next sampler was not told to watch the paused device, so it did not open the device's
-        # file.
+        # The service started only one new sampler, and told it not to watch the paused device. So
+        # this sampler never opened the device's file.
         assert service._sampler.child.generation == processes + 1
 
 

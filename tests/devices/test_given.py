@@ -48,9 +48,7 @@ def test_broker_gets_only_the_gpus_that_the_variables_name(environ, expected):
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "NVIDIA_VISIBLE_DEVICES"])
 def test_numbers_beyond_the_visible_gpus_exclude_no_gpu(name):
-    """A job with cgroups, or a container, sees only the machine's GPUs 5 and 7,
-    and sees them as 0 and 1.
-    """
+    """A job with cgroups, or a container, sees the machine's GPUs 5 and 7 as its GPUs 0 and 1."""
     assert numbers({name: "5,7"}, ROWS[:2]) == ([0, 1], "")
 
 

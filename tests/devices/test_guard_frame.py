@@ -32,7 +32,7 @@ def guard_library():
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch):
-    """Put pages into a folder of this test; fail if a page or folder is left."""
+    """Make the self-test use a folder of this test. Fail if it leaves anything there."""
     with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:  # a socket needs a short path
         monkeypatch.setattr(guard_frame, "_SHM", Path(folder))
         yield Path(folder)
@@ -182,7 +182,7 @@ def test_self_test_needs_only_one_writable_temporary_folder(monkeypatch, place):
     def none():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
-    # gettempdir() tries each folder once and keeps its answer, so the test replaces the function.
+    # Replace gettempdir(): the real function tries the folders only once and keeps its answer.
     monkeypatch.setattr(tempfile, "gettempdir", none)
     folder = guard_frame._folder()
     assert folder.parent == place
@@ -244,7 +244,7 @@ async def test_known_device_needs_a_new_test_with_the_guard(emulated):
 
 async def test_broker_inside_a_session_can_test_its_guard(emulated, tmp_path):
     machine = emulated("1x1GiB,context=16MiB")
-    # The gate of a new page is closed: the outer session waits.
+    # The broker runs inside an outer session. A new page has a closed gate, so this session waits.
     outer = Page.create(tmp_path / "outer", "outer", os.geteuid())
     try:
         folder = install.guard_directory(tmp_path)

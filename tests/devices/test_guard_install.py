@@ -1,8 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The place of the guard's library, the links to it, and environments with and
-without the guard.
-"""
+"""The guard's library, the links to it, and environments with and without the guard."""
 
 from __future__ import annotations
 

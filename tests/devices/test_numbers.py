@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVML lists pids of another PID namespace. The service does not confuse them with local pids."""
+"""NVML may list pids of another PID namespace. The service must not take them for its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ async def test_self_test_shows_which_namespace_nvml_lists(emulated):
     async with other.started() as (service, devices):
         assert service.numbers is False
         assert all(device.can_suspend for device in devices), devices
-        # In this case the service takes the cost of a context from the device's free memory.
+        # NVML's pids match no local process, so the service computes the cost of a context from the
+        # device's free memory.
         assert [service.context_bytes(device.uuid) for device in devices] == [16 * MiB] * 2
 
 
@@ -60,8 +61,7 @@ async def test_session_is_suspended_although_nvml_lists_other_pids(emulated, bys
         digest = await target.do("fill", 64 * MiB, 1)
         (sample, _) = await service.sample()
         (listed,) = sample.processes
-        # The service makes the pid negative. No process has a negative pid, so a look-up finds no
-        # process.
+        # The service negates a pid of another namespace, so that it matches no local process.
         assert listed == ProcessMemory(-abs(listed.pid), 80 * MiB)
         assert listed.pid == (-bystander.pid if collides else -(target.pid + (1 << 22)))
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
@@ -76,7 +76,7 @@ async def test_session_is_suspended_although_nvml_lists_other_pids(emulated, bys
 
 
 async def test_process_that_nvml_does_not_list_has_nothing_to_free(emulated):
-    """In the past, the service waited until the time-out and reported that nothing was freed."""
+    """The service must not wait until its time-out, and not report that nothing was freed."""
     machine = emulated(MACHINE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -98,7 +98,7 @@ def sample(*listed):
 
 @pytest.fixture
 def make_numbers(monkeypatch):
-    """Return a function that makes a judge in the initial PID namespace or in another one."""
+    """Return a function that makes ``Numbers`` in the initial or in another PID namespace."""
 
     def make(*, initial, known=None):
         first = sampler.FIRST_NAMESPACE

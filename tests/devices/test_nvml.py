@@ -1,10 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Cases that the emulated NVML does not produce: MIG, graphics, missing figures, several Xid
-events.
+"""Cases that the emulated NVML lacks: MIG, graphics, missing figures, several Xid events.
 
-The tests replace single functions of NVIDIA's client by name; a name that the client lacks
-fails the test.
+The tests replace single functions of NVIDIA's client by name. If the client has no function of this
+name, the test fails.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ GiB = 1 << 30
 
 
 class Machine:
-    """Two GPUs; the second is in MIG mode, with instances in places 0 and 2."""
+    """Two GPUs. The second GPU is in MIG mode: it has instances in places 0 and 2."""
 
     def __init__(self, monkeypatch):
         self.patch = monkeypatch

@@ -99,7 +99,8 @@ def test_freed_bytes_come_from_free_memory_if_no_size_is_listed():
 
 
 def test_freed_bytes_include_memory_that_the_list_omits():
-    # The list may omit a context. This device has 100 bytes, and a context takes at most 6 of them.
+    # NVML's list may omit a context. This device has 100 bytes, and a context has at most 6 bytes.
+    # So up to 6 bytes more than listed count as freed.
     before = [sample(10, (1, 40), (2, 30))]
     assert freed_bytes(before, [sample(55, (2, 30))], {1}) == {"a": 45}
     assert freed_bytes(before, [sample(70, (2, 30))], {1}) == {"a": 46}
@@ -117,7 +118,7 @@ def test_children_inherit_no_misleading_variable():
     env = interpreter.child_environment(
         {"CUDA_VISIBLE_DEVICES": "", "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "HOME": "/h"}
     )
-    env.pop("PYTHONPATH", None)  # a source tree that is not installed needs this variable
+    env.pop("PYTHONPATH", None)  # set only for a source tree that is not installed
     assert env == {"HOME": "/h"}
 
 

@@ -22,7 +22,7 @@ from tests.emulated import device_files
 MiB = 1 << 20
 SESSION = "s1"
 
-#: A machine for tests that need only one device: the service tests each device at its start.
+#: A machine with one device. It saves time, because the service tests each device at its start.
 ONE = "1x1GiB,context=16MiB"
 
 
@@ -95,7 +95,7 @@ async def test_full_device_is_untested_and_trusted_to_suspend(emulated):
             assert (full.tier, full.can_suspend, full.can_migrate) == ("unguarded", True, False)
             assert "too little free memory for the self-test" in full.tier_reason
             assert (free.can_suspend, free.can_migrate) == (True, False)
-            # Before the test, the service checks for room on the device that needs the room.
+            # The test of ``free`` does not even try to move its program to the full device.
             other = f"Another GPU had too little free memory for the self-test: Device {full.uuid}"
             assert other in free.tier_reason
             outcome = await service.suspend(target.root, [full.uuid], session=SESSION)
@@ -217,8 +217,9 @@ async def test_suspended_session_resumes_on_another_device(emulated):
 
 
 async def test_outcome_includes_the_time_spent_waiting_for_a_device(emulated, waiting):
-    """If many sessions move on one device, each waits for the others. ``residence.move_cost`` needs
-    the time of this wait.
+    """A session may wait for other sessions that move on its device.
+
+    ``residence.move_cost`` needs the time of this wait.
     """
     _, until_async = waiting
     machine = emulated(ONE)
@@ -414,7 +415,7 @@ async def test_retest_of_a_missing_gpu_says_how_to_get_it_back(emulated):
 @pytest.mark.parametrize("pids", [True, False], ids=["listed", "not-listed"])
 async def test_cost_of_a_context_equals_what_the_driver_takes(emulated, pids):
     machine = emulated("2x1GiB,context=48MiB")
-    if not pids:  # as in a container: only the free memory shows the cost
+    if not pids:  # NVML lists no process, as in a container; the free memory shows the cost
         machine.faults.set("nvml-missing-pids")
     async with machine.started() as (service, devices):
         for device in devices:
@@ -445,8 +446,7 @@ async def test_next_broker_knows_the_cost_of_a_context(emulated):
 async def test_self_test_suspends_its_program_on_a_driver_that_hangs(
     emulated, monkeypatch, hazard, guard
 ):
-    """Some drivers hang when a restored process ends. On such a driver, the self-test suspends its
-    program before the program ends.
+    """On a driver that hangs when a restored process ends, the self-test suspends its program.
 
     A suspended process has no device file open, so the driver does not hang when SIGKILL ends the
     program.

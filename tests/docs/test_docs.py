@@ -88,7 +88,7 @@ def test_options_of_a_kernelspec_are_documented():
 
 
 def anchors(path: Path) -> set[str]:
-    """Return a page's anchors: the explicit ones, and those of its headings (MyST and GitHub)."""
+    """Return a page's explicit anchors, and the anchors that MyST and GitHub make of headings."""
     found = set(re.findall(r"^\(([\w-]+)\)=$", path.read_text(), re.MULTILINE))
     for heading in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
@@ -188,6 +188,7 @@ def test_map_of_a_package_names_all_its_modules(package):
     top = ROOT / "jupyter_gpupool" / package
     shown = ast.get_docstring(ast.parse((top / "__init__.py").read_text())) or ""
     names = {name.rpartition("/")[2] for name in re.findall(r"``([\w/]+)``", shown)}
-    # A subfolder may have its own map; the broker's map lists all its subfolders.
+    # The broker's map lists the modules of its subfolders, too. In other packages, a subfolder may
+    # have its own map.
     deep = top.rglob("*.py") if package == "broker" else top.glob("*.py")
     assert {path.stem for path in deep if not path.stem.startswith("__")} <= names

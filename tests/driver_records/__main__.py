@@ -13,7 +13,7 @@ from .child import Hung
 from .libraries import CUDA, NVML, found_by_loader
 from .record import record, written
 
-#: As root, NVIDIA's cuInit and nvmlInit make this file even on a machine whose kernel has no
+#: If root runs the recorder, NVIDIA's cuInit and nvmlInit make this file, even if the kernel has no
 #: driver.
 CONTROL = Path("/dev/nvidiactl")
 

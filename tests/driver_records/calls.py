@@ -1,6 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Calls every function with zeros, with a zeroed buffer, and with one argument zero at a time."""
+"""Calls every function of a library, and groups the functions by their results.
+
+The arguments of a call are all zero, or all the address of a zeroed buffer, or this address and one
+zero.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ BUT_ONE = "buffer but for one"
 #: may succeed.
 INITIALISING = ("cuInit", "nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags")
 
-#: The recorder sets this many arguments of a function to zero, one at a time.
+#: In turn, the recorder sets each of the first six arguments of a function to zero.
 ARGUMENTS = 6
 
 #: Address and size of the zeroed buffer to which every argument points. Some functions use the
@@ -45,9 +49,10 @@ def zeroed() -> int:
 
 
 def call(path: str, first: str, name: str, how: str) -> int:
-    """Return the result of one function. All arguments are zero, or all point to the zeroed buffer.
+    """Call one function, and return its result.
 
-    If ``first`` is not empty, call the function of this name first.
+    With ``how`` "zero", all arguments are zero. Otherwise all arguments are the address of the
+    zeroed buffer. If ``first`` is not empty, call the function ``first`` before this function.
     """
     library = ctypes.CDLL(path)
     if first:
@@ -57,9 +62,10 @@ def call(path: str, first: str, name: str, how: str) -> int:
 
 
 def but_for_one(path: str, name: str, which: Iterable[int]) -> list[int]:
-    """Return a function's result for each argument in ``which``.
+    """Call a function once for each argument number in ``which``, and return the results.
 
-    Each call sets this argument to zero, and all other arguments to the buffer.
+    In each call, the argument with this number is zero. All other arguments are the address of the
+    zeroed buffer.
     """
     function, buffer, results = getattr(ctypes.CDLL(path), name), zeroed(), []
     for zero in which:
@@ -71,8 +77,9 @@ def but_for_one(path: str, name: str, which: Iterable[int]) -> list[int]:
 
 
 def _each_but_one(path: str, name: str, usual: str) -> Iterator[tuple[str, str]]:
-    """Set one argument at a time to zero. Yield each result other than ``usual``, with the "NAME
-    NUMBER" of the function and the argument.
+    """Yield the results that differ from ``usual`` if one argument of the function is zero.
+
+    Each result comes with the text "NAME NUMBER": the function, and the argument that is zero.
     """
     results = ask(but_for_one, path, name, range(ARGUMENTS))
     if isinstance(results, str):  # a call ended the child, so use a child for each call
@@ -101,9 +108,9 @@ def asked(name: str, kind: str, *, anywhere: bool = True) -> bool:
 def calls(path: str, names: list[str], first: str) -> dict[str, dict[str, Any]]:
     """Return the functions by kind of call and by result.
 
-    ``first`` is the initialising function. If it is empty, call the functions only before
-    initialisation. If a function gives the same answer after a failed ``first``, do not list it
-    again.
+    ``first`` is the function that initialises the library. If ``first`` is empty, all calls are
+    before initialisation. The groups for calls after a failed ``first`` have only the functions
+    whose answers differ from the answers before initialisation.
     """
     table: dict[str, dict[str, Any]] = {}
     for how in ("zero", "buffer"):
@@ -138,7 +145,10 @@ def _grouped(results: dict[str, str]) -> dict[str, Any]:
 
 
 def lookup(table: dict[str, dict[str, Any]]) -> Callable[[str, str], str]:
-    """Return the result in a table of :func:`calls`, for a kind and "NAME" or "NAME NUMBER"."""
+    """Return a function that finds a result in a table of :func:`calls`.
+
+    The arguments of this function are a kind of call, and "NAME" or "NAME NUMBER".
+    """
     named = {
         kind: {name: result for result, names in group.items() if names != OTHERS for name in names}
         for kind, group in table.items()

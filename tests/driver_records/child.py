@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs each question in a child process, so that a crash of the library is an answer, too."""
+"""Runs each question in a child process. So a crash of the library counts as an answer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-#: Seconds to wait for an answer. cuInit takes 0.1 s to look for devices.
+#: The time-out of one question, in seconds. For comparison: cuInit takes 0.1 s.
 BOUND = 60.0
 
 
 class Hung(Exception):
-    """A question got no answer within the time-out; the text of the error is the question."""
+    """A question got no answer before its time-out. The error message shows the question."""
 
 
 def ask(question: Callable[..., Any], *arguments: Any, bound: float = BOUND) -> Any:
-    """Return the result of ``question(*arguments)`` in a child; "signal N" or "exit N" if the
-    child ends.
+    """Call ``question(*arguments)`` in a child process; return its answer.
+
+    If the child ends before it answers, return "signal N" or "exit N".
 
     Raises
     ------
@@ -62,8 +63,8 @@ def ask(question: Callable[..., Any], *arguments: Any, bound: float = BOUND) -> 
 
 
 def _answer(out: int, question: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Answer a question in the child, and end the child. The answer does not contain text that the
-    library prints.
+    """Answer a question in the child, and end the child. Everything that the library prints is
+    discarded.
     """
     try:
         faulthandler.disable()

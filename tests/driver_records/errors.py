@@ -37,8 +37,9 @@ def nvml_errors(path: str, codes: Iterable[int]) -> dict[str, str]:
 
 
 def without_commonest(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table, with one entry "others" in place of all entries that have the most common
-    answer.
+    """Return the table without the entries of the most common answer.
+
+    One entry "others" with this answer replaces them.
     """
     answers = [json.dumps(answer) for answer in table.values()]
     common = json.loads(max(set(answers), key=answers.count))

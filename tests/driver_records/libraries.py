@@ -15,12 +15,12 @@ CUDA, NVML = "libcuda.so.1", "libnvidia-ml.so.1"
 
 
 def found_by_loader() -> tuple[str, str]:
-    """Return the paths of the libraries that a process of this environment gets.
+    """Return the paths from which a process with this environment loads CUDA and NVML.
 
     Raises
     ------
     RuntimeError
-        If there are no libraries.
+        If one of the two libraries cannot be loaded.
     """
     return ask(_loaded_from, CUDA), ask(_loaded_from, NVML)
 
@@ -59,7 +59,7 @@ def exported(path: str, names: Iterable[str]) -> list[str]:
 
 
 def base(name: str) -> str:
-    """Return the name under which cuGetProcAddress knows an exported function."""
+    """Return the name for cuGetProcAddress: the exported name without its suffixes."""
     return re.sub(r"(_v\d+)?(_ptds|_ptsz)?$", "", name)
 
 

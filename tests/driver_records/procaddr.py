@@ -10,7 +10,8 @@ from typing import Any
 
 from .outs import UNTOUCHED, said
 
-#: API versions (1000 x major + 10 x minor) for cuGetProcAddress, beyond the newest CUDA.
+#: The API versions with which a record calls cuGetProcAddress: 1000 x major + 10 x minor. The
+#: range ends with a version that is newer than any CUDA.
 VERSIONS = range(1000, 15000, 10)
 
 #: CUdriverProcAddress_flags.
@@ -19,7 +20,7 @@ DEFAULT, LEGACY, PER_THREAD = FLAGS = range(3)
 #: The answer for a function that exists only in later versions.
 MISSING = "0/2"
 
-#: The result, address and status of a driver that refuses the version and writes nothing.
+#: Result, address and status of a call with a refused version. The call writes no out parameter.
 _REFUSED = (1, UNTOUCHED, UNTOUCHED)
 
 
@@ -40,14 +41,15 @@ def refused_from(path: str) -> int | None:
 def forms(
     path: str, functions: list[str], names: list[str], flags: int, refused: int | None
 ) -> dict[str, str]:
-    """Return, by name, what cuGetProcAddress_v2 returns with ``flags``, and from which version on.
+    """Return, for each name, the answers that cuGetProcAddress_v2 gives with ``flags``.
 
-    For example, ``"2000:~ 3020:~_v2"`` means three things. Before version 2000, the driver returns
+    The text for a name lists each new answer after the first version that gets this answer. For
+    example, ``"2000:~ 3020:~_v2"`` means three things. Before version 2000, the driver returns
     no address, CUDA_SUCCESS and status 2 ("a later version has it"). From 2000 on, it returns the
     exported function of this name. From 3020 on, it returns the function with _v2 in its name.
     Another answer has the form RESULT/STATUS. An address that belongs to no exported function has
     the form "not-exported". The result leaves out names that are unknown at every version. The
-    result does not show that the driver refuses all versions from ``refused`` on.
+    driver refuses all versions from ``refused`` on; the texts do not list this.
     """
     library = ctypes.CDLL(path)
     call = library.cuGetProcAddress_v2
@@ -91,7 +93,10 @@ def forms_at(text: str, name: str, version: int) -> str:
 
 
 def get(library: Any, name: Any, version: int, flags: int = 0, form: str = "v2") -> list[Any]:
-    """Return [result, name of the address, status] of one call; see ``outs.said``."""
+    """Call one form of cuGetProcAddress; return [result, address, status].
+
+    :func:`~.outs.said` makes the address and the status readable. Only the form "v2" has a status.
+    """
     out, status = ctypes.c_void_p(UNTOUCHED), ctypes.c_int(UNTOUCHED)
     front = (name, ctypes.byref(out), ctypes.c_int(version), ctypes.c_uint64(flags))
     if form == "v1":
@@ -102,10 +107,11 @@ def get(library: Any, name: Any, version: int, flags: int = 0, form: str = "v2")
 
 
 def older_form(path: str, names: list[str]) -> list[str]:
-    """Return the questions to which the older form of cuGetProcAddress gives another address.
+    """Return each "NAME VERSION FLAGS" for which cuGetProcAddress does not answer as expected.
 
-    The older form has four arguments. If the newer form returns no address, the older form must
-    return 500 and write no address.
+    cuGetProcAddress is the older form and has four arguments. Where cuGetProcAddress_v2 returns an
+    address, the older form must return the same result and address. Where cuGetProcAddress_v2
+    returns no address, the older form must return 500 and write no address.
     """
     library = ctypes.CDLL(path)
     out, found = ctypes.c_void_p(), []
@@ -123,10 +129,10 @@ def older_form(path: str, names: list[str]) -> list[str]:
 
 
 def together(tables: list[dict[str, str]]) -> dict[str, str | list[str]]:
-    """Merge the tables for the flags 0, 1 and 2. If a name has equal texts, keep only one text.
+    """Merge the tables for the flags 0, 1 and 2 into one table.
 
-    A name with two texts has one text for calls without per-thread streams, and one for calls with
-    them. A name with three texts has one text for each flag.
+    A name keeps one text if its three texts are equal. It keeps two texts if only the last text,
+    for per-thread streams, differs. Otherwise it keeps all three, in the order of the flags.
     """
     found: dict[str, str | list[str]] = {}
     for name in sorted(set().union(*tables)):
@@ -147,7 +153,7 @@ def entry(table: dict[str, Any], name: str, flags: int) -> str:
 
 
 def given(tables: Iterable[dict[str, str]]) -> set[str]:
-    """Return all functions that tables of :func:`forms` name."""
+    """Return all functions that appear as answers in these tables of :func:`forms`."""
     found = (
         form for table in tables for name, text in table.items() for _, form in steps(text, name)
     )

@@ -10,9 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: Time-out of one record in seconds. Thousands of processes load the driver. This costs 6 s of
-#: processor time. On two slow processors with eight test workers, it took more than 110 s. If a
-#: single question hangs, the record ends sooner, after ``child.BOUND``.
+#: The time-out of one record, in seconds. A record starts thousands of processes that load the
+#: driver, and takes 6 s of processor time. With eight test workers on two slow processors, a
+#: record took more than 110 s of real time. If a question hangs, the recorder already fails after
+#: ``child.BOUND`` seconds.
 BOUND = 270
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Single questions to the libraries: each has a text, and a call that asks it."""
+"""The questions to the libraries: for each question, its text and a function that asks it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Question = Callable[[Any], Any]
 
 
 def _out(function: str, kind: Any = ctypes.c_int, *rest: Any) -> Question:
-    """Call a function whose out parameter comes before the other arguments."""
+    """Return a question: call a function with an out parameter as its first argument."""
 
     def question(library: Any) -> list[Any]:
         out = kind(UNTOUCHED)
@@ -36,12 +36,12 @@ def _error(function: str, code: int) -> Question:
 
 
 def _calls(*sequence: tuple[Any, ...]) -> Question:
-    """Return the results of several calls, made one after the other."""
+    """Return a question: make these calls in this order. Its answer lists their results."""
     return lambda library: [getattr(library, name)(*rest) for name, *rest in sequence]
 
 
 def _table(*, null: bool) -> Question:
-    """Request a table of private functions that does not exist: its UUID is all zero."""
+    """Return a question: request a table of private functions with a UUID that no table has."""
 
     def question(library: Any) -> Any:
         if null:
@@ -52,7 +52,7 @@ def _table(*, null: bool) -> Question:
 
 
 def _cuda_anywhere() -> Iterator[tuple[str, Question]]:
-    """Yield questions for the time before cuInit, whose answers do not depend on a device."""
+    """Yield the questions that need no initialised driver and no device."""
     yield "cuDriverGetVersion(NULL)", _calls(("cuDriverGetVersion", None))
     yield "cuInit(1)", _calls(("cuInit", 1))
     yield "cuInit(0xffffffff)", _calls(("cuInit", ctypes.c_uint(0xFFFFFFFF)))
@@ -229,7 +229,7 @@ def of_nvml(missing: bool) -> Iterator[tuple[str, Question]]:
 
 
 def put(path: str, text: str, question: Question) -> Any:
-    """Ask a library one question. If no answer comes, the error message shows ``text``."""
+    """Ask the library at ``path`` one question. Only an error message needs ``text``."""
     return question(ctypes.CDLL(path))
 
 

@@ -21,8 +21,8 @@ def record(
 ) -> dict[str, Any]:
     """Return the record of two libraries.
 
-    ``device`` None means ``--anywhere``. If ``every`` is False, the record leaves out the calls of
-    single functions.
+    Pass ``device`` None for ``--anywhere``. If ``every`` is False, the recorder does not call every
+    exported function.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def records() -> list[dict[str, Any]]:
 
 
 def written(found: dict[str, Any]) -> str:
-    """Return a record as readable JSON: one entry on a line, lists of names wrapped."""
+    """Return a record as readable JSON: one entry per line, and line breaks in long lists."""
     text = json.dumps(found, indent=1, ensure_ascii=False)
 
     def joined(match: re.Match[str]) -> str:

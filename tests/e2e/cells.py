@@ -2,14 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """Code that the tests run inside kernels. It uses NVIDIA's bindings and numpy, but not the pool.
 
-Every byte of device memory depends on its address, on a key and on the kernel's seed. So a check
-finds lost pages, swapped pages, bytes of another kernel, and bytes of an older write.
+The code writes values that depend on the address, on the kernel's seed and on a key of the write.
+So a check finds lost pages, swapped pages, bytes of another kernel, and bytes of an older write.
 """
 
 from __future__ import annotations
 
-#: Defines ``Block(mib)``: ``allocate``, ``write(key)``, ``compute()``, ``verify()``, ``free()``.
-#: The caller must define ``SEED`` first.
+#: Code that defines the class ``Block(mib)``, an array in device memory. ``SEED`` must be defined
+#: before the first ``write(key)``.
 DEFINE = '''
 import numpy as np
 from cuda.bindings import driver

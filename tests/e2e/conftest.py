@@ -28,7 +28,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="session")
 def kernelspec():
-    """Check that Jupyter finds the kernelspec and its provisioner: without them, no test works."""
+    """Check that the kernelspec is installed and names the provisioner. Every test needs both."""
     try:
         spec = KernelSpecManager().get_kernel_spec(KERNEL_NAME)
     except NoSuchKernel:
@@ -39,14 +39,14 @@ def kernelspec():
 
 @pytest.fixture(scope="session")
 def installed(kernelspec):
-    """Fail on a machine with a real driver, on which these tests may not run."""
+    """Fail if the machine has a real driver: these tests may not run on such a machine."""
     if real_driver_present():
         pytest.fail("The end-to-end tests emulate devices, and this machine has an NVIDIA driver.")
 
 
 @pytest.fixture(scope="module")
 def rested():
-    """Return the pools of this file that the next test may use."""
+    """Return the running pools that earlier tests of this file left for the next test."""
     pools: list[Pool] = []
     yield pools
     for pool in pools:
@@ -56,11 +56,10 @@ def rested():
 
 @pytest.fixture
 def pool(installed, rested, monkeypatch, request):
-    """Return ``make(machine, **config) -> Pool``. Only one test at a time uses a pool.
+    """Return ``make(machine, **config) -> Pool``, which starts a pool or reuses an idle one.
 
-    At the end, everything that the test started must end without being killed, and the broker must
-    no longer grant memory to any kernel. If the broker is as good as new, the next test of the file
-    may use it.
+    After the test, all its processes must end without SIGKILL, and the broker must grant no memory
+    to any kernel. If the broker is then as good as new, the next test of the file may use the pool.
     """
     made: list[Pool] = []
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Packages that users have in their environments, and whether this package can be added to them.
+"""Finds out whether this package can be installed together with the packages that users have.
 
 ``python -m tests.e2e.frameworks`` writes the table of docs/admins.md. It fetches only metadata.
 """
@@ -17,7 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: Words as users type them after ``pip install``. For PyTorch: the newest wheel of each release.
+#: Requirements as users type them after ``pip install``. For each release of PyTorch, the
+#: requirement selects its newest patch.
 FRAMEWORKS = (
     *(f"torch=={version}.*" for version in ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11")),
     *(f"torch=={version}.*" for version in ("2.12", "2.13", "2.14")),
@@ -48,12 +49,12 @@ def uv(folder: Path) -> list[str]:
 
 
 def resolve(command: list[str], *requirements: str, extra: str = "") -> dict[str, str]:
-    """Return the version of each package, for this package together with ``requirements``.
+    """Resolve this package together with ``requirements``; return the version of each package.
 
     Raises
     ------
     ValueError
-        If there is no solution; the message is the resolver's own.
+        If no versions fit together. The message comes from the resolver.
     """
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder, "wanted.in")

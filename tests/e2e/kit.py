@@ -40,11 +40,12 @@ from tests.marks import MARK, command_of, marked
 KERNEL_NAME = "gpupool-python3"
 MiB = 1 << 20
 
-#: Deadline of a wait for something that takes well under a second on an idle machine.
+#: The default time-out of a wait, in seconds. On an idle machine, most waits take less than a
+#: second.
 PATIENCE = 60.0
 
-#: Seconds between two checks of a condition: the first value at the beginning, the second value
-#: later. Most checks send a request to the broker. No test needs these pauses for its result.
+#: The shortest and the longest pause between two checks of a condition, in seconds. The pauses keep
+#: the load low, because most checks send a request to the broker. No test depends on their length.
 LOOK, SELDOM = 0.02, 0.1
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -78,7 +79,7 @@ def _look(
 def _pauses() -> Iterator[float]:
     """Yield the pauses between checks.
 
-    A pause is a tenth of the time so far, but at least LOOK and at most SELDOM.
+    Each pause is a tenth of the time since the first check, but at least LOOK and at most SELDOM.
     """
     begun = time.monotonic()
     while True:
@@ -105,7 +106,7 @@ async def until(
     timeout: float = PATIENCE,
     show: Callable[[], Any] | None = None,
 ) -> Any:
-    """Like :func:`wait_for`, but let other tasks run meanwhile."""
+    """Like :func:`wait_for`, but let other asyncio tasks run during the wait."""
     look = _look(condition, what, timeout, show)
     pauses = _pauses()
     while not (value := look()):
@@ -123,9 +124,9 @@ class Cell:
     evalue: str = ""
     traceback: str = ""
     seconds: float = 0.0
-    #: ``text/plain`` of every display (and its updates), in order.
+    #: The ``text/plain`` of each display, of each update of a display and of the result, in order.
     displays: list[str] = field(default_factory=list)
-    #: Output messages between ``busy`` and ``idle``, by type.
+    #: The types of the output messages that the cell sent, in order.
     outputs: list[str] = field(default_factory=list)
 
     @property
@@ -166,9 +167,9 @@ class Kernel:
         options = dict(provisioner or {})
         if memory is not None:
             options["memory"] = memory
-        # The kernel uses sockets in our folder, and no TCP ports. A kernel manager chooses a free
-        # TCP port before the kernel binds it. Meanwhile, the kernel of another test could take the
-        # port.
+        # The kernel uses sockets in the pool's folder, because TCP ports are not safe here. The
+        # manager chooses free ports, and the kernel binds them later. In between, a kernel of
+        # another test could take a port.
         self.manager = AsyncKernelManager(
             kernel_name=KERNEL_NAME,
             transport="ipc",
@@ -177,7 +178,7 @@ class Kernel:
                 {"GPUPoolProvisioner": options, **({"GPUPool": server} if server else {})}
             ),
         )
-        # This file stays open: jupyter_client passes it to a restarted kernel, too.
+        # The log file stays open, because jupyter_client also passes it to a restarted kernel.
         name = f"kernel-{self.label.replace(' ', '-')}.log"
         self._log = os.open(self.pool.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         await self.manager.start_kernel(
@@ -201,7 +202,7 @@ class Kernel:
         return str(self.manager.kernel_id)
 
     def session(self) -> dict[str, Any] | None:
-        """Return this kernel's session as the broker shows it, None if there is none."""
+        """Return the broker's entry for this kernel's session; None if it has no session."""
         return self.pool.session_of(self.kernel_id)
 
     async def run(self, code: str, timeout: float = PATIENCE, **kwargs: Any) -> Cell:
@@ -268,7 +269,7 @@ class Kernel:
 
 
 class Pool:
-    """One private broker with its folder, and methods with which a test queries it."""
+    """A private broker with its own folder, and the methods with which a test uses the broker."""
 
     def __init__(self, folder: Path, machine: str, config: dict[str, Any]) -> None:
         self.folder = folder
@@ -292,17 +293,19 @@ class Pool:
         self.kernels: list[Kernel] = []
         self.samplers: list[Sampler] = []
         self._client: Client | None = None
-        #: Whether other tests must use another pool, even if the status of this pool looks good.
+        #: True if no other test may use this pool, even if its status looks as good as new.
         self.disturbed = False
-        #: For the current test: the processes and files at its start, and the journal's last row.
+        #: What identifies the broker's processes and files at its start, and the number of the
+        #: journal's last row before the current test.
         self._before: Any = None
         self._after = 0
         #: The variables through which kernels find the driver; empty for a real driver.
         self.driver_env: dict[str, str] = {}
 
     def take_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make this process and its children find this pool, and hide the user's
-        own files from them.
+        """Set the environment in which this process and its children use this pool.
+
+        They do not read the user's own configuration.
         """
         for name in ("GPUPOOL_EMULATE", "EMUCUDA_STATE", "GPUPOOL_SESSION"):
             monkeypatch.delenv(name, raising=False)
@@ -314,15 +317,14 @@ class Pool:
         monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(self.folder / "runtime"))
         monkeypatch.setenv("IPYTHONDIR", str(self.folder / "ipython"))
         monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-        # The start of a kernel takes most of the CPU time of most tests, so kernels are forked.
+        # In most tests, the start of kernels takes most of the CPU time. So kernels are forked,
+        # which takes less time than an exec.
         monkeypatch.setattr(launcher, "Popen", forks.kernels)
 
     # ------------------------------------------------------------------ the broker
 
     def write_config(self) -> None:
-        """Write the configuration to the folder where a provisioner that starts a
-        broker looks for it.
-        """
+        """Write the configuration file that a provisioner reads when it starts a broker."""
         folder = self.folder / "config"
         folder.mkdir(exist_ok=True)
         text = json.dumps({"GPUPool": self.config})
@@ -333,16 +335,19 @@ class Pool:
         ensure_broker({"GPUPool": self.config}, str(self.socket))
 
     def begin(self) -> None:
-        """Start the broker for the first test with a fork, which is faster than an exec. If a test
-        itself starts a broker, it uses an exec.
+        """Start the broker for the first test.
+
+        This broker is forked, because a fork is faster than an exec. A broker that a test starts
+        later is executed as usual.
         """
         self.write_config()
         with forks.instead_of_launches():
             self.start_broker()
-        # Open a session for a short time. There is no other public way to learn how a kernel finds
-        # the driver.
+        # Open a session for a short time: only its answer shows the variables through which a
+        # kernel finds the driver.
         answer = self.call("open", kernel_id="e2e-probe", label="probe")
-        # The variables must not contain the guard, because the sampler needs its own view.
+        # Remove the guard from the variables: under the guard, the sampler would not see NVML's
+        # own answers.
         env = without_guard(answer["env"])
         names = ("EMUCUDA_MACHINE", "EMUCUDA_STATE", "LD_LIBRARY_PATH")
         self.driver_env = {name: env[name] for name in names if name in env}
@@ -354,17 +359,17 @@ class Pool:
         self._after = self.call("journal", limit=0)["seq"]
 
     def _there(self) -> tuple[Any, ...]:
-        """Return the broker's processes and files, which a test may replace."""
+        """Return values that change if a test replaces the broker's processes or files."""
         broker = psutil.Process(self.status()["pid"])
         processes = {(p.pid, p.create_time()) for p in (broker, *broker.children(recursive=True))}
         files = {path.name: path.stat().st_ino for path in self.folder.glob("b.*")}
         return processes, files, *(path.read_text() for path in self.folder.glob("config/*.json"))
 
     def rests(self) -> bool:
-        """Return whether the broker is as good as a new one, and everything else has ended.
+        """Return whether the next test can use this pool; delete the files of the last test.
 
-        Call this after a test that has passed, when its kernels have ended and the broker grants no
-        memory.
+        The broker must be as good as a new one, and all other processes must have ended. Call this
+        only after a passed test, when its kernels have ended and the broker grants no memory.
         """
         if self.disturbed or os.environ.get("GPUPOOL_E2E_KEEP"):
             return False
@@ -407,9 +412,7 @@ class Pool:
         return self.call("status")
 
     def peek(self, kernel_id: str) -> Any:
-        """Return a session for a failure message, or the reason why there is no
-        session; never raise.
-        """
+        """Return a kernel's session for a failure message, or the text of the broker's error."""
         try:
             return self.session_of(kernel_id)
         except BrokerUnavailable as error:
@@ -433,10 +436,10 @@ class Pool:
         return list(self.status()["devices"])
 
     def kill_broker(self, *, for_good: bool = False) -> None:
-        """Kill the broker with SIGKILL, and return when the process is gone.
+        """Kill the broker with SIGKILL; return when its process has ended.
 
-        With ``for_good``, also remove the record of the broker's start, as the broker does when it
-        ends normally. Without the record, no kernel starts the broker again.
+        With ``for_good``, also remove the record of how the broker was started. A broker that ends
+        normally removes this record, too. Without the record, no kernel starts the broker again.
         """
         process = psutil.Process(self.status()["pid"])
         if for_good:
@@ -477,7 +480,7 @@ class Pool:
             return list(sampler.first()["devices"])
 
     def check_ledger(self) -> dict[str, Any]:
-        """Return the status; fail if it breaks a promise of the pool about bytes."""
+        """Return the broker's status; fail if its states, grants and totals do not match."""
         status = self.status()
         granted: dict[str, int] = {}
         for session in status["sessions"]:
@@ -503,7 +506,7 @@ class Pool:
         return status
 
     def check_nothing_left(self) -> None:
-        """Fail if any memory is still granted, in use or accounted for without a kernel."""
+        """Fail if sessions, granted bytes or used bytes remain after the end of all kernels."""
         wait_for(lambda: not self.sessions(), "no session left", show=self.sessions)
         wait_for(
             lambda: all(d["memory_granted"] == 0 for d in self.devices()),
@@ -515,7 +518,7 @@ class Pool:
             devices = self.look()
             return [d for d in devices if d["processes"] or d["used"] > d["reserved"]]
 
-        # A real driver needs a moment after the end of a killed process.
+        # After the end of a killed process, a real driver needs a moment to free its memory.
         wait_for(lambda: not accounted(), "nothing left for the driver to account for",
                  show=accounted)  # fmt: skip
 
@@ -541,7 +544,7 @@ class Pool:
             if self._client is not None:
                 self._client.close()
             broker.terminate()
-            # First check only this process, because a search through all processes takes much
+            # First wait for the broker alone: the search through all processes, below, takes much
             # longer.
             wait_for(lambda: not runs(broker), "the broker's end", show=self.logs)
         except (BrokerUnavailable, AssertionError, psutil.Error) as error:
@@ -571,7 +574,7 @@ class Pool:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Return whether a process still runs; reap it if it is a child of ours that has ended."""
+    """Return whether a process still runs. If it is an ended child of this process, reap it."""
     try:
         if process.status() != psutil.STATUS_ZOMBIE:
             return True
@@ -588,10 +591,10 @@ def reap(pid: int) -> None:
 
 
 class Sampler:
-    """NVML's view of the devices, which a child process samples while the test runs.
+    """A child process that samples the devices through NVML while the test runs.
 
-    ``sampler.py`` describes a line of the samples. With ``brief``, the child takes one sample
-    without the broker.
+    ``sampler.py`` describes the fields of a sample. With ``brief``, the child takes only one
+    sample, and does not ask the broker.
     """
 
     def __init__(self, pool: Pool, *, brief: bool = False, hertz: float = 20.0) -> None:
@@ -639,7 +642,7 @@ class Sampler:
         return dict(wait_for(look, "a first NVML sample")[0])
 
     def stop(self) -> None:
-        """End the child, and fail if it failed; a second call does nothing."""
+        """End the child process; fail if its exit status is not 0. A second call does nothing."""
         if self not in self.pool.samplers:
             return
         self.pool.samplers.remove(self)
@@ -648,9 +651,10 @@ class Sampler:
         assert code == 0, f"the NVML sampler failed: {self._log.read_text()}"
 
     def check(self, at_least: int) -> dict[str, Any]:
-        """Stop, and fail if a sample shows more bytes than exist, or more than the pool granted.
+        """Stop the sampler and check its samples; return figures about them.
 
-        Return figures about the samples.
+        Fail if a sample shows more used bytes than the device has, or more bytes of a process than
+        the broker has granted it.
         """
         self.stop()
         samples = self.samples()
@@ -670,8 +674,8 @@ class Sampler:
                 for pid, used in device["processes"].items():
                     if pid in sample["steady"]:
                         compared += 1
-                        # Each GPU keeps room for the context of a landing process, in addition to
-                        # the grants.
+                        # A process that the broker moves to another device has a context here.
+                        # Each device keeps room for one, beside the grants.
                         lands = device["uuid"] in sample["landing"].get(pid, ())
                         allowed = limits.get(pid) or (self._landing if lands else 0)
                         assert used <= allowed, (

@@ -26,11 +26,11 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
 
-#: Three slices fit on a device, and more than six notebooks run at the same time.
+#: Six slices fit on the two devices. More than six notebooks run at the same time, so some wait.
 MACHINE = "2x8GiB,context=64MiB"
 CONFIG = {"default_memory": 2 << 30}
 
-#: Seconds for one cell, including the wait for a slice.
+#: The time-out of one cell in seconds; its wait for a slice counts, too.
 CELL_TIMEOUT = 300
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -45,10 +45,10 @@ def read(name: str) -> Any:
 
 
 def shown(notebook: Any) -> list[tuple[str, dict[str, str]]]:
-    """Return each code cell's id, and the outputs that a user sees below the cell, by kind.
+    """Return, for each code cell, its id and a dict from each kind of output to its visible text.
 
-    In any kernel, chance decides whether standard output or standard error comes first. A display
-    that the kernel has cleared (at the end of a wait) shows nothing.
+    The order of standard output and standard error is random in any kernel, so the dict joins the
+    texts of each kind. A display without text (the cleared line of a wait) has no entry.
     """
     cells = []
     for cell in notebook.cells:
@@ -80,8 +80,8 @@ def _emptied(name: str) -> Any:
 def _client(name: str, connection: Path, think: Callable[[], float]) -> Any:
     """Return an nbclient that runs a notebook in its own kernel.
 
-    A failing cell does not end the run: its output is the error. ``think`` returns the seconds
-    for which a user reads between two cells.
+    After a failed cell, the run goes on, and the error becomes the cell's output. ``think`` returns
+    the seconds between two cells, in which a user would read.
     """
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
@@ -104,10 +104,10 @@ def _named(label: str) -> dict[str, str]:
 
 
 def _kernel(client: Any, label: str) -> Any:
-    """Run the client's kernel.
+    """Start the client's kernel; end it at the end of the block.
 
-    This program owns the kernel's manager. With ``cleanup_kc``, nbclient ends the kernel all the
-    same.
+    By default, nbclient does not end a kernel whose manager comes from its caller, as here. With
+    ``cleanup_kc``, nbclient ends the kernel.
     """
     return client.async_setup_kernel(cleanup_kc=True, env=_named(label))
 
@@ -160,7 +160,7 @@ async def by_papermill(
 
 
 async def _nudge(client: Any) -> None:
-    """Request the kernel's information until each of the two channels brings a message."""
+    """Request the kernel's information until both the shell and the iopub channel have answered."""
     heard: set[str] = set()
     deadline = asyncio.get_running_loop().time() + CELL_TIMEOUT
     while heard != {"shell", "iopub"}:
@@ -173,7 +173,7 @@ async def _nudge(client: Any) -> None:
 
 
 def _keep(outputs: list[Any], displays: dict[str, Any], message: Any) -> None:
-    """Apply a kernel's message to the outputs of a cell, as front ends do."""
+    """Update the outputs of a cell with a kernel's message, as a front end does."""
     kind, content = message["msg_type"], message["content"]
     display = content.get("transient", {}).get("display_id")
     if kind == "clear_output":
@@ -197,7 +197,7 @@ async def by_argv(
     notebook = _emptied(name)
     write_connection_file(str(connection), transport="ipc", ip=str(connection.with_suffix("")))
     spec = KernelSpecManager().get_kernel_spec("gpupool-python3")
-    # Clients replace a bare "python" with the interpreter of the chosen environment.
+    # Like VS Code, replace the word "python" with the path of the interpreter.
     argv = [sys.executable if word == "python" else word for word in spec.argv]
     process = await asyncio.create_subprocess_exec(
         *(word.replace("{connection_file}", str(connection)) for word in argv),
@@ -207,7 +207,7 @@ async def by_argv(
     client.load_connection_file(str(connection))
     client.start_channels()
     try:
-        # wait_for_ready does not work without a manager: it reports a starting kernel as dead.
+        # Do not use wait_for_ready: without a manager, it reports a kernel as dead while it starts.
         await _nudge(client)
         for cell in notebook.cells:
             if cell.cell_type == "code":
@@ -223,7 +223,7 @@ async def by_argv(
     return notebook
 
 
-#: The client that runs each of these notebooks; nbclient runs the other notebooks.
+#: The function that runs each of these notebooks; :func:`by_nbclient` runs all other notebooks.
 CLIENTS = {
     "first_steps": by_argv,
     "restart_and_run_all": with_restart,

@@ -1,14 +1,14 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What a kernel of another language does with a GPU, without one line of Python:
+ * Uses a GPU like a kernel of another language, without any Python:
  *
  *     program FOLDER
  *
- * waits for the files FOLDER/1, FOLDER/2, ... whose names the test makes, and answers each with
- * FOLDER/n.done, which says what came of it. The first makes a context and fills device memory;
- * each later one reads all of it back, compares, and writes something else. Compiled into a program,
- * and, with -DLIBRARY, into what R loads.
+ * The test creates the files FOLDER/1, FOLDER/2, ... one after the other. For each file n, the
+ * program calls use_gpu and writes its result to FOLDER/n.done. The first call makes a context and
+ * fills device memory. Each later call reads the memory back, compares all bytes, and writes new
+ * bytes. With -DLIBRARY, this file becomes a library for R.
  */
 #include <dlfcn.h>
 #include <stdint.h>
@@ -40,7 +40,7 @@ static int fill(void)
     return call("cuMemcpyHtoD_v2", address, (uint64_t)host, WORDS * 8);
 }
 
-/* Returns 0, an error of the driver, or -1 if bytes are wrong. */
+/* Returns 0, an error of the driver, -1 for wrong bytes, or -2 without a driver or host memory. */
 int use_gpu(void)
 {
     int error;

@@ -2,15 +2,20 @@
 # Distributed under the terms of the Modified BSD License.
 """A child process that samples the devices through NVML: ``sampler.py FILE HERTZ SOCKET``.
 
-The process writes one JSON line per sample to FILE until stdin is closed. A line has the time, and
-for each device its total, used and reserved bytes and the bytes of each process. With HERTZ 0, the
-process takes one sample.
+The process writes one JSON line per sample to FILE until stdin is closed. A line has the time. For
+each device, it has the total, used and reserved bytes, and the bytes of each process. With HERTZ 0,
+the process takes only one sample.
 
-With a SOCKET, the process takes every fifth sample between two answers of the broker. Such a sample
-has three more fields. ``granted`` (device -> pid -> bytes) is what the broker had granted.
-``steady`` names the pids with the same lease in both answers: their bytes and their grant belong to
-the same moment. ``landing`` (pid -> devices) has the pids that were landing in one of the two
-answers: their contexts use the room that each device keeps for landing processes.
+With a SOCKET, the process asks the broker for its status before and after every fifth sample. This
+sample has three more fields:
+
+``granted``
+    Device -> pid -> bytes: the grants in the second status.
+``steady``
+    The pids with the same lease in both. Only their bytes can be compared with their grants.
+``landing``
+    Pid -> devices. A process that is listed here made its first context on this device, and the
+    broker moves it to its slice on another device. Each device keeps memory for such a context.
 """
 
 from __future__ import annotations
@@ -45,14 +50,14 @@ def look(handles: list[Any]) -> list[dict[str, Any]]:
 
 
 class Broker:
-    """The connection to the broker, made when needed: a test may kill the broker at any moment."""
+    """The connection to the broker. It is made again when needed, because tests kill the broker."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.client: Client | None = None
 
     def leases(self) -> dict[str, tuple[Any, ...]] | None:
-        """Return pid -> (state, granted bytes, devices, landing); None while there is no broker."""
+        """Return pid -> (state, granted bytes, devices, landing); None if no broker answers."""
         try:
             if self.client is None or self.client.closed:
                 self.client = Client(self.path)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Starts of kernels that several end-to-end tests share, and waits for their states."""
+"""Helpers of several end-to-end tests: they start kernels, and wait for a state of a session."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ async def release(pool, kernel):
 
 
 async def occupied(pool, flag):
-    """Return (kernel, its cell); the cell computes on the only device until the flag exists."""
+    """Start a kernel that computes on the only device until the file ``flag`` exists.
+
+    Return the kernel and its running cell.
+    """
     busy = await pool.kernel("busy")
     cell = asyncio.create_task(busy.run(cells.setup(1, DATA) + cells.computing(flag)))
     await state(busy, "active")
@@ -47,7 +50,7 @@ async def occupied(pool, flag):
 
 
 async def with_blocks(pool, label):
-    """Return a kernel that has defined the class of arrays and uses no device memory."""
+    """Start a kernel that defines the class ``Block`` but does not use a device; return it."""
     kernel = await pool.kernel(label)
     (await kernel.run(f"SEED = 2\n{cells.DEFINE}")).check()
     return kernel

@@ -18,7 +18,7 @@ from benchmarks.owed import beyond, waits
 
 ROOT = Path(__file__).parents[2]
 
-#: Benchmarks that take minutes, with their arguments; each has its own test.
+#: The arguments of the benchmarks that take minutes; each benchmark has its own test.
 SCENARIOS = {
     "day_and_night": ["day_and_night"],
     "half_time": ["half_time"],
@@ -53,8 +53,8 @@ def check_anonymous(name, text):
 
 
 def test_figures_in_the_browser_may_lag_behind_the_broker():
-    """The page counts the first ten seconds of a wait one by one, and later seconds in steps of
-    10 s. A page may be a second behind the broker.
+    """The page shows the first ten seconds of a wait in steps of 1 s, and later seconds in steps of
+    10 s. The page may be one second behind the broker.
     """
     from benchmarks.ui_contended import figure, figures_between  # imports a browser client
 
@@ -82,7 +82,7 @@ def moved(at, session, old, new, group):
 
 
 def shown(*, leaves):
-    """A kernel of the crowd has a slice from 100 s on. At 104 s, ann's kernel asks for one."""
+    """Return a journal: the crowd's kernel gets a slice at 100 s; ann's kernel asks at 104 s."""
     return [
         moved(99.0, "c", "queued", "attaching", "crowd"),
         moved(100.0, "c", "attaching", "active", "crowd"),

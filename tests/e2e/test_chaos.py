@@ -1,16 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""SIGKILL at random moments, to every kind of process that takes part.
+"""Kills processes of every kind with SIGKILL at random moments; no notebook may lose a byte.
 
-Five notebooks work without pause, and four of them fit on the two devices. In the short form,
-there are three notebooks, and two of them fit on the one device. In every cell, each notebook
-checks all its bytes. Meanwhile, each round kills something: the broker, a suspend worker, a
-Jupyter Server with a kernel, or a kernel that is attached, waiting, suspended or moving. After
-each round, the notebooks must have made progress without a wrong byte, and nothing of a killed
-process may remain.
+In the long form, five notebooks share two devices that have room for four. In the short form,
+three notebooks share one device that has room for two. Every cell of a notebook checks all bytes
+of that notebook. Meanwhile, each round kills some processes: the broker, its children, a Jupyter
+Server with a kernel, or a kernel that is attached, waiting, suspended or moving. A round passes if
+every notebook then runs further cells without a wrong byte, and if nothing of the killed processes
+remains.
 
 A failure prints its seed. ``GPUPOOL_CHAOS_SEED=... pytest tests/e2e/test_chaos.py`` repeats the
-same kills at the same moments, but other processes on the machine still differ.
+kills at the same moments. But the load of the machine may differ.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from tests.broker import forks
 from . import cells
 from .kit import LOOK, MiB, Sampler, command_of, reap, until
 
-#: The devices, and the number of notebooks: one more than fits.
+#: For each form: its devices, and its number of notebooks, which is one more than fits.
 SHORT, LONG = ("1x640MiB,context=32MiB", 3), ("2x640MiB,context=32MiB", 5)
 
-#: MiB of each notebook on its device: in the short form with one kill of each kind, and in the long
-#: form with a hundred rounds.
+#: The MiB of each notebook on its device, in the short form and in the long form. The short form
+#: has one round of each kind. The long form has a hundred rounds.
 SMALL, LARGE = 24, 96
 
 #: The size of a slice in bytes. Two slices fit on a device.
 SLICE = 256 * MiB
 
-#: The things that a round may kill; the short form kills each once.
+#: The kinds of rounds, named after what they kill. The short form plays each kind once.
 KINDS = (
     "broker",
     "worker",
@@ -59,9 +59,9 @@ KINDS = (
 )
 
 
-#: How users work under each policy: the configuration, and the shortest and the longest pause
-#: between two cells. With the guard, a kernel is idle when its device is idle. The broker checks
-#: the device four times a second.
+#: For each policy: the pool's options, and the shortest and the longest pause between two cells in
+#: seconds. Under ``lazy``, the pauses are longer, so that kernels become idle: the broker checks
+#: only four times a second whether a kernel's device is idle.
 POLICIES = {
     "cell": ({"attach": "cell"}, (0.0, 0.3)),
     "lazy": ({"attach": "lazy", "quiet_after": 0.1, "max_swap_overhead": 0.0}, (0.3, 1.0)),
@@ -69,8 +69,9 @@ POLICIES = {
 
 
 class Notebook:
-    """A notebook that no kill may disturb. It works until the test stops it. It counts its checks
-    of the data.
+    """A notebook that is never killed and must always recover.
+
+    It runs cells until the test stops it, and counts the cells that found all bytes right.
     """
 
     def __init__(self, pool, number, rng, data):
@@ -79,7 +80,7 @@ class Notebook:
         self.kernel = None
         self.checks = 0
         self.refused = []
-        #: If set to a path, the next cell lasts until that file exists.
+        #: The path of a file, or None. With a path, the next cell runs until the file exists.
         self.busy_until = None
         self.stopping = False
 
@@ -109,15 +110,15 @@ class Notebook:
                 half_done = False
                 continue
             if self.attach == "lazy":
-                # Without a broker, a call that needs the slice back fails. This can happen in any
-                # line of the cell.
+                # If no broker runs, a CUDA call of a kernel without a slice fails. So the cell may
+                # have failed in any line, and its write may be half done.
                 assert "CUDA_ERROR_SYSTEM_NOT_READY" in cell.evalue, cell.traceback
                 assert str(self.pool.socket) in cell.text, cell
                 self.refused.append((time.monotonic(), cell.evalue))
                 half_done = half_done or "write" in code
                 continue
-            # Without a broker, a cell that needs its slice back may fail. In that case it has not
-            # run.
+            # If no broker runs, a cell of a kernel without a slice may fail before its first line.
+            # So its write has not begun.
             assert cell.ename != "AssertionError", cell.traceback
             assert str(self.pool.socket) in cell.evalue + cell.traceback, (
                 f"{cell.ename}: {cell.evalue}"
@@ -127,7 +128,7 @@ class Notebook:
                 key -= 1
 
     async def get_on(self, cells_more=2):
-        """Wait until the notebook has run ``cells_more`` more cells that checked every byte."""
+        """Wait until the notebook has run ``cells_more`` more cells and found all bytes right."""
         target = self.checks + cells_more
         await until(
             lambda: self.checks >= target,
@@ -204,7 +205,7 @@ class Chaos:
         return kernel
 
     async def bury(self, kernel, cell=None):
-        """Wait until a killed kernel has no process or session, then close the client."""
+        """Wait for the end of a killed kernel's session; check that its process has ended, too."""
         pid, name = kernel.pid, kernel.kernel_id
         begun = time.monotonic()
         reap(pid)
@@ -223,7 +224,7 @@ class Chaos:
         await self.revive()
 
     async def revive(self):
-        """Start a broker on the state that the killed broker left."""
+        """Start a broker again: it continues with the journal of the killed broker."""
         begun = time.monotonic()
         await asyncio.to_thread(self.pool.start_broker)
         self.figure("broker restart, seconds", time.monotonic() - begun)
@@ -234,7 +235,7 @@ class Chaos:
         worker.kill()
 
     async def monitor(self):
-        """Kill the child that reads NVML: without it, the broker can grant and resume nothing."""
+        """Kill the monitor, which reads NVML. Without a monitor, the broker grants no slice."""
         await self.moment()
         broker = psutil.Process(self.pool.status()["pid"])
         found = [p for p in broker.children() if "child_programs monitor" in command_of(p)]
@@ -242,7 +243,7 @@ class Chaos:
         found[0].kill()
 
     async def broker_and_workers(self):
-        """Kill broker and children together; then two servers start a broker at the same moment."""
+        """Kill the broker with its children; then let two starters of a broker compete."""
         await self.moment()
         status = self.pool.status()
         children = psutil.Process(status["pid"]).children()
@@ -381,7 +382,7 @@ class Server:
                 )
                 break
             except ConnectionRefusedError:
-                # The server prints its address before it listens there.
+                # The server prints its address before it accepts connections at that address.
                 assert time.monotonic() < deadline, self.log.read_text()
                 await asyncio.sleep(LOOK)
         self.kernel_id = json.loads(answer.body)["id"]
@@ -402,8 +403,10 @@ class Server:
             client.stop_channels()
 
     async def ready(self, client):
-        """Wait for the kernel. If this client did not start the kernel, it may report a slow kernel
-        as dead.
+        """Wait until the kernel answers.
+
+        Repeat the wait if it fails: the client did not start the kernel, so it may report a slow
+        kernel as dead.
         """
         deadline = time.monotonic() + 60
         while True:

@@ -17,12 +17,12 @@ from tests.marks import MARK, marked
 
 from .kit import LOOK, wait_for
 
-#: All processes of the demo together may have at most this many resident bytes.
+#: The highest allowed sum of the memory of all processes of the demo, in bytes.
 BUDGET = 4 << 30
 
 
 def resident(mark: str) -> int:
-    """Return the proportional set size of all marked processes, which counts shared pages once."""
+    """Return the memory of all marked processes in bytes. A page that they share counts once."""
     total = 0
     for process in marked(mark):
         try:

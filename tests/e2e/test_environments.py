@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Server, broker and kernel lack NVIDIA's packages; another Python runs the device processes."""
+"""The device processes run in a separate Python, because only that one has NVIDIA's packages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .kit import KERNEL_NAME
 
 ROOT = Path(__file__).parents[2]
 
-#: Each Python process that finds this module on PYTHONPATH runs it. After that, all imports of
-#: NVIDIA's packages fail in the process.
+#: A ``sitecustomize`` module: each Python process runs it at its start if its folder is on
+#: PYTHONPATH. In such a process, all imports of NVIDIA's packages fail.
 BLOCK = """
 import sys
 
@@ -37,8 +37,8 @@ class Blocker:
 sys.meta_path.insert(0, Blocker)
 """
 
-#: This code runs two notebooks on a GPU that has room for only one. The Python without the packages
-#: runs the code.
+#: A program that runs two notebooks on a GPU that has room for only one. The tests run it in a
+#: Python without NVIDIA's packages.
 NOTEBOOKS = """
 import sys, tempfile
 from jupyter_client import KernelManager
@@ -108,7 +108,10 @@ def folder():
 
 @pytest.fixture
 def blocked(folder):
-    """Return a configuration, and variables for processes that cannot import NVIDIA's packages."""
+    """Return ``configure(**options)``, which writes a configuration and returns variables.
+
+    With these variables, a process cannot import NVIDIA's packages.
+    """
     (folder / "block").mkdir()
     (folder / "block" / "sitecustomize.py").write_text(BLOCK)
     (folder / "config").mkdir()
@@ -143,7 +146,7 @@ def blocked(folder):
 
 
 def second_environment(folder: Path) -> Path:
-    """Make an environment that shares the packages of this environment; return its interpreter."""
+    """Make an environment that can import this environment's packages; return its interpreter."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python3*/site-packages")
@@ -240,8 +243,10 @@ def test_message_describes_an_interpreter_that_does_not_work(tmp_path):
 
 
 def test_requirements_of_devices_are_the_same_in_all_files():
-    """Compare the requirements in the package's extra ``devices``, in the lock file and its input,
-    and in the check of device processes.
+    """The requirements of device processes must be the same in four places.
+
+    These are the extra ``devices`` of the package, the lock file, the input of the lock file, and
+    the check of the device processes.
     """
     text = (ROOT / "pyproject.toml").read_text()
     wanted = [name + spec for name, spec in interpreter.RANGES.items()]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Notebooks with children, threads and streams, like those of real users, and injected faults."""
+"""Notebooks that use child processes, threads and streams, or run on a driver with faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .test_lifecycle import MACHINE, SLICE
 
 @pytest.fixture
 def pool(pool):
-    """Make cells keep the slice while they run, with or without CUDA; see also ``test_lazy``."""
+    """Use the policy ``cell``: a running cell keeps its slice, also without CUDA calls."""
     return partial(pool, attach="cell")
 
 
@@ -142,8 +142,8 @@ def test_memory_of_a_child_that_outlives_its_kernel_is_counted(pool):
         (await kernel.run(code)).check()
         child = int((await kernel.run("print(child.pid)")).check().text)
         other = await pool.kernel("other")
-        # When the kernel dies, the child's stdin closes, so the child would end. But it is stopped
-        # (SIGSTOP), so it keeps its memory.
+        # When the kernel dies, the child's stdin closes and the child would end. So the test first
+        # stops the child (SIGSTOP): a stopped child does not end, and keeps its memory.
         os.kill(child, 19)
         kernel.kill()
         await until(lambda: kernel.session() is None, "the killed kernel's session to end")
@@ -176,10 +176,10 @@ assert not problems, problems
 
 
 def test_thread_continues_when_a_later_cell_has_the_slice(pool):
-    """GPU work between cells may wait, but must not fail and must not see wrong bytes.
+    """A thread uses the GPU between two cells. Its calls may wait, but must not fail.
 
-    Without the guard, the broker cannot see this work. With the guard, the work counts as use
-    (``test_lazy``).
+    Without the guard, as here, the broker does not see the thread's calls, so it can suspend the
+    kernel. Under the guard, the calls count as use of the slice (``test_lazy``).
     """
     pool = pool(MACHINE, default_memory=SLICE, guard=False)
     thread = """
@@ -299,11 +299,11 @@ def test_kernels_restarted_by_their_user_leave_nothing_behind(pool):
     play(scenario())
 
 
-# ---------------------------------------------------------------------- to the last byte
+# ---------------------------------------------------------------------- full devices and slices
 
 
 def test_a_kernel_that_fills_a_whole_device_comes_back(pool):
-    """The kernel's bytes fill the device, so no headroom is free, and there is no larger device."""
+    """The kernel fills the device. So a resume has no headroom, and no larger device exists."""
     pool = pool("1x192MiB,context=32MiB", default_memory=192 * MiB)
 
     async def scenario():
@@ -337,17 +337,16 @@ def test_two_full_slices_share_a_device_again_after_a_suspend(pool):
 
 
 def test_kernel_over_its_slice_keeps_its_state_and_harms_nobody(pool):
-    """Without the guard, nothing stops an allocation.
+    """Without the guard, a kernel can allocate more bytes than its slice has.
 
-    If a kernel allocates more than its slice, the ledger must not promise these bytes to other
-    kernels.
+    The ledger must not grant these additional bytes to other kernels.
     """
     pool = pool("1x160MiB,context=32MiB", default_memory=64 * MiB, guard=False)
 
     async def scenario():
         greedy, modest = await pool.kernel("greedy"), await pool.kernel("modest")
         (await greedy.run(cells.setup(1, 100))).check()
-        # Before the next sample of device memory the pool cannot know of these bytes.
+        # The pool learns of the additional bytes with its next sample of device memory.
         await until(lambda: pool.devices()[0]["memory_free"] < 64 * MiB, "the overuse is counted")
         (await modest.run(cells.setup(2, 24) + "block.verify()", timeout=40)).check()
         for kernel in (greedy, modest, greedy):
@@ -407,7 +406,7 @@ def test_failed_resume_loses_only_its_own_session(pool):
     play(scenario())
 
 
-# The broker waits two minutes for a worker's copy before it ends the worker.
+# The time-out is long: the broker ends a hung worker only after two minutes of a copy.
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("op", ["lock", pytest.param("checkpoint", marks=pytest.mark.long)])
 def test_hung_worker_is_replaced_and_the_notebook_goes_on(pool, op):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The wheel, installed in an environment without this checkout."""
+"""Builds the wheel, and tests it in a fresh environment that cannot import this checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 def command(*arguments, cwd=None, env=None, check=True):
-    """Run a command outside this checkout; return its result, and fail if the command fails."""
+    """Run a command without the variables of Python, Jupyter and the pool; return its result."""
     clean = {
         k: v
         for k, v in os.environ.items()
@@ -41,8 +41,9 @@ def command(*arguments, cwd=None, env=None, check=True):
 
 
 def source(folder: Path) -> Path:
-    """Copy all files that git does not ignore, so that the build of the wheel
-    compiles its own libraries.
+    """Copy all files that git does not ignore into ``folder``.
+
+    The copy has no compiled libraries, so the build of the wheel must compile them.
     """
     names = command("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in names.stdout.split():
@@ -53,7 +54,7 @@ def source(folder: Path) -> Path:
 
 
 def build(folder: Path, env=None, *, isolated=False) -> tuple[Path, str]:
-    """Build a wheel with an isolated build backend; return it and the output."""
+    """Build a wheel from a copy of the sources; return the wheel and the output of pip."""
     env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
     done = command(
         sys.executable,
@@ -74,7 +75,7 @@ def build(folder: Path, env=None, *, isolated=False) -> tuple[Path, str]:
 
 
 def install(wheel: Path, folder: Path, env=None, extra="") -> Path:
-    """Install the wheel and its dependencies into a fresh environment; return its ``bin``."""
+    """Install the wheel and its dependencies into a new environment; return its folder ``bin``."""
     command(sys.executable, "-m", "venv", folder)
     lock = ROOT / "requirements" / "lock.txt"
     pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]

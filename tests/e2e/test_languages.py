@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Kernels without Python: the guard alone attaches, suspends and resumes them.
 
-The "kernel" is a bash script that starts a compiled program. jupyter_client starts the script
-from a kernelspec with the pool's provisioner. The script does not need to speak the Jupyter
-protocol.
+The "kernel" is a bash script that starts a compiled program or an R script. jupyter_client starts
+the bash script from a kernelspec with the pool's provisioner. The tests exchange files with the
+program, so it does not implement the Jupyter protocol.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .test_lazy import ONE, QUIET, SLICE
 
 SOURCE = Path(__file__).with_name("program.c")
 
-#: Bytes of the program on the device: its block and the context.
+#: The bytes that the program uses on the device: 96 MiB of data and a context of 32 MiB.
 PROGRAM = 128 * MiB
 
 COMPILERS = {
@@ -47,7 +47,7 @@ for (n in 1:1000) {{
 
 
 class Program:
-    """One kernel without Python; ``use(n)`` makes it use the GPU for the n-th time."""
+    """A kernel without Python. The n-th use of its GPU is the call ``use(n)``."""
 
     def __init__(self, pool, name, command):
         self.pool, self.label = pool, name
@@ -99,7 +99,7 @@ class Program:
 
 @pytest.fixture
 def program(pool, monkeypatch):
-    """Return ``make(pool, language)``, which starts a kernel in that language."""
+    """Return ``make(pool, language)``, which makes a kernel that is written in that language."""
 
     def make(pool, language):
         monkeypatch.setenv("JUPYTER_DATA_DIR", str(pool.folder / "data"))
@@ -139,7 +139,7 @@ def test_program_without_python_is_suspended_and_resumes(pool, program, language
             session = await state(kernel, "idle")
             assert session["used_bytes"] == PROGRAM
             assert session["granted_bytes"] == SLICE
-            # Another kernel needs the device, so the program is suspended.
+            # The device has room for one slice. So the other kernel's cell suspends the program.
             other = await pool.kernel("other")
             (await other.run(cells.setup(2, DATA))).check()
             session = await suspended(kernel)

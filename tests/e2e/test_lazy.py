@@ -74,7 +74,7 @@ def test_kernel_without_cuda_sends_only_its_first_messages(pool):
         kernel = await pool.kernel()
         for n in range(5):
             (await kernel.run(PANDAS.format(n=n))).check()
-        # These calls need no device, so they need no lease.
+        # The guard answers these calls without a lease, because they use no device.
         (
             await kernel.run(
                 "from cuda.bindings import driver\n"
@@ -137,8 +137,9 @@ tensors = [Tensor() for _ in range(20)]
 
 
 def test_garbage_is_collected_while_another_kernel_has_the_gpu(pool):
-    """The garbage collection does not wait and does not ask for a lease. The resume frees the
-    memory.
+    """A suspended kernel collects garbage: the calls that free device memory do not wait.
+
+    They ask for no lease. The memory is freed after the next resume.
     """
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
@@ -188,9 +189,9 @@ block.verify()
 
 
 def test_graph_capture_is_not_preempted(pool):
-    """The kernel records a graph, and makes no call for longer than ``quiet_after``.
+    """A kernel keeps its slice while it records a graph, even without a CUDA call.
 
-    During this time, only the capture protects its slice.
+    It makes no call for longer than ``quiet_after``, so without the capture it would be idle.
     """
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
@@ -364,7 +365,7 @@ def test_waiting_call_shows_its_wait_and_can_be_interrupted(pool):
     async def scenario():
         busy, work = await occupied(pool, flag)
         waiting = await with_blocks(pool, "waiting")
-        # A second wait of the same kernel must end in the same way as the first wait.
+        # The test interrupts two waits, because the first one must not change the second one.
         for _ in range(2):
             cell = asyncio.create_task(waiting.run("block = Block(64).allocate()"))
             session = await state(waiting, "queued")

@@ -1,7 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Policy ``lazy``: processes that die while a call waits, and limits that a
-kernel's children share.
+"""Policy ``lazy``: a process dies while a call waits, and a kernel shares its slice with its
+children.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .kit import MiB, until
 from .scenes import occupied, play, release, said, state, with_blocks
 from .test_lazy import ONE, SLICE
 
-#: MiB of a test's array; these tests compare such sizes with sizes of slices.
+#: The MiB of a test's array. Such arrays are large enough to fill a slice.
 DATA = 128
 
 # ---------------------------------------------------------------------- after a death
@@ -46,10 +46,10 @@ def test_waiting_call_fails_within_5_s_without_a_broker(pool):
         assert "jupyter gpupool doctor" in done.text, done
         assert done.text.count("GPU pool:") == 1
         print(f"the call ended {took:.2f} s after the broker")
-        # The guard promises that the call ends within 5 s; guard/test_wait measures this time with
-        # the guard's own clock. The time measured here is longer: it includes the end of the broker
-        # before the 5 s, and the report of the cell's error after the 5 s. The test allows 20 s for
-        # these two, because the machine may be slow.
+        # The call must end within 5 s after the guard notices the broker's end;
+        # tests/guard/test_wait measures exactly this time. The time in this test also includes the
+        # end of the broker's process and the report of the cell's error. On a slow machine, these
+        # two may take 20 s.
         assert took < 5.0 + 20.0, took
         assert not work.done(), "a kernel with a slice continues"
         pool.start_broker()
@@ -158,7 +158,7 @@ def test_killed_child_returns_its_bytes_to_the_slice(pool):
             "assert child.stdout.readline() == 'ready\\n'\n"
         )
         (await kernel.run(start)).check()
-        # These are two contexts of 32 MiB and two blocks of 128 MiB.
+        # Kernel and child together use two contexts of 32 MiB and two blocks of 128 MiB.
         assert kernel.session()["used_bytes"] == 320 * MiB
         (await kernel.run(FAILS.format(mib=128))).check()
         (await kernel.run("child.kill(); child.wait()")).check()
@@ -337,7 +337,7 @@ def test_children_see_the_device_of_the_slice_after_a_move(pool):
             for n, (k, f) in enumerate(zip(others, flags, strict=True))
         ]
         where = [(await state(k, "active"))["device"] for k in others]
-        # End the cell on the device that the kernel ``mine`` has not used.
+        # End the cell on the other device, so that ``mine`` must resume on a new device.
         free = next(n for n, device in enumerate(where) if device != home)
         flags[free].touch()
         (await work[free]).check()
@@ -395,7 +395,7 @@ print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=Tru
 
 
 def test_notebooks_survive_a_logout_that_deletes_files(pool):
-    """At the logout, logind deletes the files. A kernel of the next login finds the same broker."""
+    """A logout deletes the broker's files. The broker writes them again and serves new kernels."""
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
@@ -419,7 +419,8 @@ def test_notebooks_survive_a_logout_that_deletes_files(pool):
         (await cell).check()
         for kernel in (waiting, busy, idle):
             (await kernel.run("block.verify()")).check()
-        # The session has a new process; the guard serves and limits that process.
+        # Start child processes: the first one gets 8 MiB, and the second one asks for more than
+        # the slice and gets an error.
         for size, result in ((8 * MiB, 0), (2 * SLICE, 2)):
             done = await idle.run(ALLOCATING % size)
             assert done.check().text.split() == ["0", "0", "0", str(result)], done

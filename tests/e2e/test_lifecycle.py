@@ -22,12 +22,12 @@ SLICE = 256 * MiB
 
 @pytest.fixture
 def pool(pool):
-    """Make cells keep the slice while they run, with or without CUDA; see also ``test_lazy``."""
+    """Use the policy ``cell``: a running cell keeps its slice, also without CUDA calls."""
     return partial(pool, attach="cell")
 
 
 class Watch:
-    """Collects the states of a session from the journal and from samples of the status."""
+    """Collects samples of a session's status while a test runs."""
 
     def __init__(self, pool, kernel):
         self.pool, self.kernel = pool, kernel
@@ -69,7 +69,7 @@ def test_kernel_without_cuda_gets_no_slice_in_manual_mode(pool):
 
 
 def test_cells_do_not_wait_for_the_broker_in_manual_mode(pool):
-    """The broker is stopped (SIGSTOP): a cell that sent it a request would wait."""
+    """The broker is stopped (SIGSTOP). So a cell would hang if it sent a request to the broker."""
     pool = pool(ONE, attach="manual", default_memory=SLICE)
 
     async def scenario():
@@ -89,8 +89,9 @@ def test_cells_do_not_wait_for_the_broker_in_manual_mode(pool):
 
 
 def test_kernel_without_cuda_returns_its_lease_in_cell_mode(pool):
-    """Under ``cell``, the lease begins with the cell, because the agent does not
-    know the cell's code.
+    """Under ``cell``, every cell begins with a lease.
+
+    The agent does not know whether the cell's code uses CUDA.
     """
     pool = pool(ONE, default_memory=SLICE, idle_timeout=0.5)
 
@@ -140,8 +141,7 @@ def test_keep_postpones_the_idle_timeout(pool):
 
     async def scenario():
         kernel = await pool.kernel()
-        # This is one cell, because between two cells the kernel could be idle long enough to be
-        # suspended.
+        # Allocate and keep in one cell: between two cells, the kernel could already be suspended.
         code = cells.setup(6, DATA) + "import time; print(time.time())\n%gpu keep 2s\n"
         cell = (await kernel.run(code)).check()
         assert "stays for 2 s" in cell.text, cell
@@ -222,7 +222,7 @@ def test_attached_kernel_grows_and_an_excess_is_refused(pool):
 
 
 def test_growth_without_room_moves_the_kernel_and_its_bytes(pool):
-    """One kernel asks for more memory than its device has free, and another device is free."""
+    """A kernel asks for a larger slice. Only the other device has enough free memory."""
     pool = pool(MACHINE, default_memory=SLICE)
 
     async def scenario():
@@ -255,7 +255,7 @@ def test_notebook_is_restored_on_the_other_device(pool):
         home = (await mine.run("device()")).check().text.strip().strip("'")
         session = await state(mine, "idle")
         assert session["device"] == home
-        # Other kernels occupy both devices, so this kernel must lose its slice.
+        # Run busy cells of two other kernels on the two devices, so that ``mine`` loses its slice.
         flag, flag2 = pool.folder / "go", pool.folder / "go2"
         (await other.run(cells.setup(4, DATA))).check()
         third = await pool.kernel("third")
@@ -264,7 +264,7 @@ def test_notebook_is_restored_on_the_other_device(pool):
             for k, f in ((other, flag), (third, flag2))
         ]
         await suspended(mine)
-        # End the cell on the device that the kernel ``mine`` has not used.
+        # End the cell on the other device, so that ``mine`` must resume on a new device.
         where = {k: (await state(k, "active"))["device"] for k in (other, third)}
         assert sorted(where.values()) == sorted(d["uuid"] for d in pool.devices())
         free = next(k for k, uuid in where.items() if uuid != home)
@@ -406,9 +406,9 @@ def test_restarted_broker_recovers_kernels_in_every_state(pool):
         away, idle, busy, waiting = kernels
         for number, kernel in enumerate((away, idle)):
             (await kernel.run(cells.setup(number, DATA))).check()
-        # Without this command, the pool could suspend either kernel. The pool first asks the kernel
-        # that has been idle for longer. But on a busy machine, the agent of that kernel may not
-        # answer within a second, and the pool counts a missing answer as a refusal.
+        # This command makes sure that the broker suspends ``away``. Without it, the broker first
+        # asks the agent of ``away``, which has been idle for longer. But on a busy machine, the
+        # agent may not answer within a second. Then the broker would suspend ``idle``.
         (await idle.run("%gpu keep 10m")).check()
         (await busy.run(cells.setup(2, DATA))).check()
         await suspended(away)
@@ -444,7 +444,7 @@ def test_restarted_broker_recovers_kernels_in_every_state(pool):
 
 
 def test_provisioner_starts_a_broker_if_none_runs(pool):
-    """The next kernel starts a broker, which also serves the kernels of the killed broker."""
+    """The start of the next kernel starts a broker. This broker also serves the older kernel."""
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():

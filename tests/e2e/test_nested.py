@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A notebook runs another notebook (nbclient, papermill), and must start the broker to do so."""
+"""An outer notebook runs an inner notebook with nbclient. No broker runs, so it starts one, too."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ def test_broker_outlives_the_notebook_that_started_it(pool):
         outer = await pool.kernel("outer")
         (await outer.run(cells.setup(1, DATA))).check()
         await state(outer, "idle")
-        # The old broker ends in an orderly way (SIGTERM). So the kernel starts a new broker only
-        # when it needs one.
+        # End the broker with SIGTERM. Unlike a killed broker, it is started again only when the
+        # next kernel starts.
         old = psutil.Process(pool.status()["pid"])
         old.send_signal(signal.SIGTERM)
         await until(lambda: not pool.socket.exists(), "the broker's end")
-        # The inner notebook takes the slice of the outer notebook, whose cell makes no CUDA call.
+        # The inner notebook gets the slice of the outer notebook. The cell of the outer notebook
+        # still runs, but makes no CUDA call.
         done = (await outer.run(RUN)).check()
         assert done.text.endswith("ran\n"), done
         pid = pool.status()["pid"]
@@ -46,7 +47,7 @@ def test_broker_outlives_the_notebook_that_started_it(pool):
         environ = broker.environ()
         assert "GPUPOOL_SESSION" not in environ
         assert pid not in [p.pid for p in psutil.Process(outer.pid).children(recursive=True)]
-        # Both notebooks continue. The broker suspends and restores the outer notebook, although the
+        # The new broker can suspend and resume the outer notebook, although a process of the
         # outer notebook started the broker.
         (await outer.run("block.verify()")).check()
         await release(pool, outer)

@@ -1,9 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Many example notebooks run together, and each cell shows the same output as in a run alone.
+"""Runs many example notebooks together, and compares each cell with the committed output.
 
-The committed outputs come from runs of one notebook at a time on an empty pool, see
-``notebooks.py``.
+``notebooks.py`` makes the committed outputs: it runs one notebook at a time on an empty pool.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from tests.broker import forks
 from . import notebooks
 from .kit import LOOK
 
-#: The notebooks of the short form: a kill can disturb each of them in a different way. The long
-#: form runs all notebooks.
+#: The notebooks of the short form. For each of them, a kill of the broker is dangerous for a
+#: different reason. The long form runs all notebooks.
 SHORT = (
     *("background_thread", "first_steps", "give_back_and_go_on", "memory_pools"),
     *("restart_and_run_all", "subprocesses", "threads_and_garbage", "workers_by_fork"),
@@ -31,7 +30,7 @@ SHORT = (
 
 
 async def one(pool, name, label, room):
-    """Wait for ``room``, and run a notebook; return (label, its cells, the committed cells)."""
+    """Wait for ``room``, run a notebook; return label, outputs and committed outputs."""
     async with room:
         run = notebooks.CLIENTS.get(name, notebooks.by_nbclient)
         rng = random.Random(label)
@@ -42,16 +41,16 @@ async def one(pool, name, label, room):
 
 
 def answers(pool):
-    """Return the broker's process id if one answers. A kernel has started it, not this test."""
+    """Return the broker's process id; None if no broker answers."""
     with suppress(BrokerUnavailable):
         return pool.status()["pid"]
 
 
 def killer(pool, every, stop):
-    """End each broker with SIGKILL; return the number of kills.
+    """Kill each broker after ``every`` seconds until ``stop`` is set; return the number of kills.
 
-    Each broker runs for ``every`` seconds. This must be long enough for a broker to serve a kernel.
-    If ten brokers in a row served no kernel, the kernels would start no further broker.
+    The kernels start the new brokers. ``every`` must be long enough for a broker to serve a kernel:
+    after ten brokers in a row that served no kernel, the kernels would start no further broker.
     """
     killed = 0
     while not stop.wait(LOOK):
@@ -65,7 +64,7 @@ def killer(pool, every, stop):
 async def crowd(pool, names, at_once, kill_every):
     room, stop = asyncio.Semaphore(at_once), threading.Event()
     runs = [asyncio.create_task(one(pool, name, label, room)) for label, name in names]
-    # The killer runs in a thread, because the clients of the notebooks use the event loop.
+    # The killer blocks, so it needs its own thread. The event loop runs the notebooks.
     enemy = asyncio.create_task(asyncio.to_thread(killer, pool, kill_every, stop))
     try:
         done = await asyncio.gather(*runs)
@@ -75,7 +74,7 @@ async def crowd(pool, names, at_once, kill_every):
             run.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
         killed = await enemy
-    # After the end of all notebooks, no kernel remains that could start a killed broker again.
+    # The last broker may be dead, and no kernel is left to start a new one. So the test does it.
     with forks.instead_of_launches():
         await asyncio.to_thread(pool.start_broker)
     return done, killed

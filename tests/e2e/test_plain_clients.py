@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels of clients that themselves start the argv of a kernelspec, as VS Code does."""
+"""Clients without provisioners: like VS Code, they run the argv of a kernelspec themselves."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def test_kernels_of_plain_clients_share_a_gpu(pool, start):
     for number, kernel in enumerate((first, second)):
         assert "Error" not in kernel.run(cells.setup(number + 1, DATA))
     assert in_state(pool, first, "detached")["suspended_bytes"] >= DATA * MiB
-    # When one kernel resumes, the broker suspends the other.
+    # Each cell resumes its kernel, so the broker suspends the other kernel.
     for kernel in (first, second):
         assert "Error" not in kernel.run("block.verify().compute().verify()")
     assert session(pool, first)["resumes"] == session(pool, second)["resumes"] == 1
     assert "MiB" in first.run("%gpu")
     assert "GPU pool" not in first.stderr + second.stderr
-    # A client interrupts the kernel with a signal to its process. To restart the kernel, the client
-    # ends the process and starts another one.
+    # Interrupt and restart the second kernel like such a client. An interrupt is a signal to the
+    # process. A restart ends the process and starts another one.
     running = second.client.execute(f"print('in', flush=True)\n{cells.busy(pool.folder / 'never')}")
-    # A kernel reports that it is busy before it handles interrupts.
+    # Wait for the cell's output: a kernel reports busy before an interrupt can stop the cell.
     wait_for(lambda: "in" in second.printed(running), "the cell to run")
     second.process.send_signal(signal.SIGINT)
     assert second.reply(running)["content"]["ename"] == "KeyboardInterrupt"
@@ -80,7 +80,7 @@ def test_kernels_of_plain_clients_share_a_gpu(pool, start):
     assert "Error" not in first.run("block.verify()")
 
 
-#: A kernel without Python: a program that uses CUDA on demand, and has no agent.
+#: A kernel without IPython and without an agent. It allocates device memory at its start.
 PROGRAM = """
 import ctypes, sys, pathlib
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -98,7 +98,7 @@ sys.stdin.read()
 
 
 def test_broker_started_by_the_launcher_outlives_its_kernel(pool, start, monkeypatch):
-    """The kernel does not use IPython, and no broker runs before it starts."""
+    """No broker runs, so the kernel's launcher starts one. It continues after the kernel's end."""
     pool = pool(ONE, default_memory=SLICE)
     os.kill(pool.status()["pid"], signal.SIGTERM)
     wait_for(lambda: not pool.socket.exists(), "the broker to end")
@@ -132,7 +132,7 @@ def test_refused_kernel_finds_no_gpu_and_says_why(pool, start, monkeypatch):
     spec["metadata"]["kernel_provisioner"]["config"] = {"memory": "10GiB"}
     (folder / "kernel.json").write_text(json.dumps(spec))
     monkeypatch.setenv("JUPYTER_PATH", str(pool.folder / "data"))
-    kernel = start(pool, **pool.driver_env)  # there is a driver, but the pool refuses the kernel
+    kernel = start(pool, **pool.driver_env)  # a driver exists, but the pool refuses the kernel
     said = kernel.run(f"SEED = 1\n{cells.DEFINE}\nprint(driver.cuInit(0))")
     assert "GPU pool: this kernel runs without a GPU: 10 GiB was asked for" in said
     assert "CUDA_ERROR_NO_DEVICE" in said

@@ -24,7 +24,7 @@ ONE = "1x640MiB,context=32MiB"
 
 @pytest.fixture
 def pool(pool):
-    """Make cells keep the slice while they run, with or without CUDA; see also ``test_lazy``."""
+    """Use the policy ``cell``: a running cell keeps its slice, also without CUDA calls."""
     return partial(pool, attach="cell")
 
 
@@ -153,8 +153,8 @@ def test_kernel_in_manual_mode_attaches_only_at_a_command(pool):
         (await kernel.run(cells.setup(1, DATA) + "block.verify()")).check()
         (await kernel.run("%gpu release")).check()
         await suspended(kernel)
-        # In manual mode, a cell does not ask for a slice, so the kernel gets none. A cell without
-        # CUDA runs as usual.
+        # In manual mode, a cell does not ask for a slice. So after this cell, which needs none, the
+        # kernel still has no slice.
         (await kernel.run("1 + 1")).check()
         assert kernel.session()["granted_bytes"] == 0
         (await kernel.run("%gpu attach")).check()
@@ -215,8 +215,9 @@ def test_an_interrupt_ends_the_wait_before_a_cell(pool):
 
 
 def _kind(descriptor):
-    """Return the target of a descriptor. Leave out the number of a socket or pipe, so that all
-    sockets have the same name.
+    """Return the target of a descriptor, without the number of a socket or pipe.
+
+    So all sockets of a process count as one kind.
     """
     try:
         return re.sub(r"\[\d+\]$", "", str(descriptor.readlink()))
@@ -235,9 +236,9 @@ def test_hundred_moves_leak_no_descriptor_and_no_memory(pool):
         everybody = [broker, *broker.children(recursive=True), psutil.Process(kernel.pid)]
 
         def descriptors():
-            """For each process, return how many descriptors of each kind and path are open."""
+            """Return, for each process, the number of open descriptors of each target."""
             found = [Counter(map(_kind, Path(f"/proc/{p.pid}/fd").iterdir())) for p in everybody]
-            # Sometimes a thread of IPython has the file of its history open.
+            # Leave out the file of the history: a thread of IPython opens it from time to time.
             return [
                 Counter({k: n for k, n in one.items() if "profile_default" not in k})
                 for one in found
@@ -254,10 +255,12 @@ def test_hundred_moves_leak_no_descriptor_and_no_memory(pool):
             await release(pool, kernel)
             (await kernel.run("block.verify()")).check()
         more = [now - was for now, was in zip(descriptors(), before, strict=True)]
-        # SQLite keeps the descriptor of a closed connection while another connection is open.
+        # Do not count the broker's descriptors of the journal: SQLite keeps the descriptor of a
+        # closed connection while another connection is open.
         more[0] -= Counter([str(path) for path in pool.folder.glob("state/journal-*.sqlite")])
         assert not any(more), more
-        # An event loop's pool of threads grows with use, up to asyncio's own limit.
+        # New threads are no leak up to this number: it is asyncio's limit for the thread pool of an
+        # event loop, and this pool grows with use.
         most = min(32, (os.cpu_count() or 1) + 4)
         assert all(now <= was + most for now, was in zip(threads(), workers, strict=True))
         assert broker.children(recursive=True) == everybody[1:-1]

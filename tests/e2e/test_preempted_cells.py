@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Running cells whose GPU a kernel of a higher class takes: the cells wait, and then continue."""
+"""A kernel of a higher class takes the GPU of a running cell. The cell waits, then continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .scenes import DATA, play, said, state, suspended
 ONE = "1x640MiB,context=32MiB"
 SLICE = 400 * MiB  # a GPU has no room for two of these
 
-#: A higher class may take the GPU of a running cell at once.
+#: Options of the pool: a kernel of a higher class may take the GPU of a running cell at once.
 RULES = {
     "default_memory": SLICE,
     "quiet_after": 0.5,
@@ -24,9 +24,9 @@ RULES = {
     "preempt": ["class"],
 }
 
-#: A cell that writes, computes and reads all of its bytes until the file appears. After each round
-#: it pauses for as long as the round took, because tests that run at the same time need the
-#: processor, too. This pause is much shorter than ``quiet_after``.
+#: A cell that writes, computes and reads all its bytes in rounds, until the file exists. After each
+#: round, it pauses for as long as the round took, but for at most 0.1 s. The pauses leave processor
+#: time for other tests. They are shorter than ``quiet_after``, so the kernel does not become idle.
 TOIL = """
 import time as _time
 from pathlib import Path as _Path
@@ -46,7 +46,7 @@ def toil(flag):
 
 
 async def at_work(pool, flag, **options):
-    """Return a kernel and its cell, which works on the only device."""
+    """Start a kernel and a cell that works on the only device; return both."""
     worker = await pool.kernel("worker", **options)
     (await worker.run(cells.setup(1, DATA))).check()
     cell = asyncio.create_task(worker.run(toil(flag), timeout=200))
@@ -56,7 +56,7 @@ async def at_work(pool, flag, **options):
 
 
 async def displaced(pool, flag, release, **options):
-    """Return the worker, its waiting cell, the urgent kernel, and the urgent cell with the GPU."""
+    """Let an urgent kernel take the GPU of a running cell; return both kernels and their cells."""
     worker, cell = await at_work(pool, flag, **options)
     urgent = await pool.kernel("urgent", provisioner={"priority": "urgent"})
     code = cells.setup(2, DATA) + cells.computing(release)
@@ -103,9 +103,7 @@ def test_preempted_cell_shows_the_reason_and_continues(pool, attach):
 
 @pytest.mark.parametrize("attach", ["lazy", "cell"])
 def test_interrupted_cell_keeps_its_data(pool, attach):
-    """Ctrl-C ends the wait of a preempted cell. The kernel's state comes back
-    with the next call.
-    """
+    """An interrupt ends a preempted cell. A later CUDA call brings back the state."""
     pool = pool(ONE, attach=attach, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
 
@@ -125,8 +123,9 @@ def test_interrupted_cell_keeps_its_data(pool, attach):
 
 
 def test_work_without_the_gpu_continues_during_a_preemption(pool):
-    """A cell that computes on the host does not notice the preemption.
-    Afterwards, %gpu says where the state is.
+    """A preempted kernel runs cells that use no GPU.
+
+    %gpu shows that the state is in host memory.
     """
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
@@ -148,9 +147,9 @@ def test_work_without_the_gpu_continues_during_a_preemption(pool):
 
 @pytest.mark.parametrize("how", ["restart", "shutdown"])
 def test_preempted_kernel_can_end_while_it_waits(pool, how):
-    """The end of the kernel frees its state in host memory.
+    """The shutdown or restart of a preempted kernel frees its state in host memory.
 
-    After a restart, the kernel waits in the queue like a new kernel.
+    After a restart, the session is detached and not preempted, like that of a new kernel.
     """
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
@@ -199,7 +198,7 @@ def test_kernel_killed_while_it_waits_leaves_no_host_memory(pool):
 
 
 def test_broker_is_killed_while_a_preempted_cell_waits(pool):
-    """The next broker knows why the cell waits, and resumes the kernel."""
+    """The next broker queues the kernel again and resumes it. Its cell continues."""
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
 
@@ -222,7 +221,7 @@ def test_broker_is_killed_while_a_preempted_cell_waits(pool):
 
 
 def test_lone_kernel_has_the_whole_gpu_until_another_asks(pool):
-    """By default, nobody has set a limit. No allocation fails while the GPU has free memory."""
+    """Without a limit, a kernel may use all free memory until another kernel asks for a slice."""
     pool = pool(ONE, default_memory=300 * MiB, default_limit=None, quiet_after=0.5)
     flag, release = pool.folder / "flag", pool.folder / "release"
 

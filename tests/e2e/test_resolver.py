@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""This package together with users' packages: resolved from the index, and installed with pins."""
+"""Tests whether this package can be installed and works together with users' packages."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_requirements_of_devices_resolve_for_every_python(uv):
 
 
 def test_pool_works_with_the_pins_of_a_framework(tmp_path):
-    """Server, broker and kernel have the versions that PyTorch 2.10 for CUDA 12.8 pins."""
+    """Server, broker and kernel have the cuda-bindings that PyTorch 2.10 for CUDA 12.8 pins."""
     wheel, _ = build(tmp_path, env={"GPUPOOL_NO_LABEXTENSION": "1"})
     binaries = install(wheel, tmp_path / "venv")
     pip = [binaries / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -91,8 +91,8 @@ def test_pool_works_with_the_pins_of_a_framework(tmp_path):
             "GPUPOOL_SOCKET": str(folder / "b.sock"),
             "JUPYTER_CONFIG_DIR": str(folder),
         }
-        # NOTEBOOKS expects a Python without the packages. Here, the Python has the packages in
-        # unsuitable versions.
+        # NOTEBOOKS fails if NVIDIA's packages can be imported. Here they can, in unsuitable
+        # versions, so remove this check.
         code = NOTEBOOKS.replace('for name in ("cuda", "pynvml"):', "for name in ():")
         refused = command(binaries / "python", "-c", code, KERNEL_NAME, env=env, check=False)
         assert "Run: jupyter gpupool install-devices" in refused.stdout
@@ -100,7 +100,7 @@ def test_pool_works_with_the_pins_of_a_framework(tmp_path):
         assert str(tmp_path / "venv" / "share" / "gpupool" / "devices") in done.stdout
         done = command(binaries / "python", "-c", code, KERNEL_NAME, env=env)
         assert done.stdout.endswith("all bytes are right\n")
-        # Now without a network: install wheels that were downloaded before.
+        # Download the wheels, and then install them without access to an index.
         wheels = folder / "wheels"
         command(binaries / "jupyter", "gpupool", "install-devices", "--download", wheels, env=env)
         offline = ["install-devices", "--wheels", wheels, "--folder", folder / "devices"]
@@ -110,7 +110,7 @@ def test_pool_works_with_the_pins_of_a_framework(tmp_path):
 
 
 def test_lowest_allowed_dependencies_work_together(uv, tmp_path):
-    """A server with the oldest allowed versions starts kernels, suspends and resumes them."""
+    """The pool works with the oldest allowed versions: two kernels take turns on one GPU."""
     wheel, _ = build(tmp_path, env={"GPUPOOL_NO_LABEXTENSION": "1"})
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Eight notebooks of 600 MiB on two devices of 1.6 GiB: each gets its turn, and no byte changes.
+"""Eight notebooks take turns on two devices that have room for four slices.
 
-The short form has smaller slices with a few bytes. Four slices fit at a time. In each round, a
-kernel checks the data of its last round on the device, frees this data, allocates again, writes
-every byte, computes, and checks. Between cells the kernel is idle for a random time, as with real
-users. Meanwhile other kernels take its place.
+Every notebook must make progress, and no byte may change. The long form has slices with 600 MiB of
+data on devices of 1.6 GiB; the short form has smaller sizes. In each round, a kernel checks and
+frees the data of the last round. It then allocates again, writes every byte, computes, and checks.
+After each cell, the kernel is idle for a random time, and other kernels may take its slice.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .kit import MiB, Sampler
 
 KERNELS = 8
 
-#: Machine, and MiB of a slice and of the data in it. A slice has room for the data, the emulated
-#: context of 64 MiB, and the headroom of a resume; two slices fit on a device.
+#: The machine, the MiB of a slice, and the MiB of its data. A slice has room for the data, the
+#: emulated context of 64 MiB, and the headroom of a resume. Two slices fit on a device.
 LARGE = ("2x1638MiB,context=64MiB", 704, 600)
 SMALL = ("2x384MiB,context=64MiB", 144, 16)
 
@@ -40,7 +40,7 @@ async def person(kernel, data, rng, deadline, idle):
     rounds = 0
     while rounds < 4 or time.monotonic() < deadline:
         (await kernel.run(ROUND.format(data=data, key=rounds), timeout=240)).check()
-        # The user thinks. Meanwhile the kernel is idle, and any other kernel may take its slice.
+        # The user thinks. The kernel is idle, so another kernel may take its slice.
         await asyncio.sleep(rng.uniform(*idle))
         (await kernel.run("block.verify()", timeout=240)).check()
         rounds += 1
@@ -69,8 +69,8 @@ async def soak(pool, memory, data, seconds, seed, idle):
 
 def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
     machine, memory, data = size[0], size[1] * MiB, size[2]
-    # With these options, slices move as often as possible. The pool does not protect a slice after
-    # a move, and a kernel is idle as soon as no call runs.
+    # With these options, slices move as often as possible: a kernel can lose its slice soon after a
+    # move, and it is idle at most 0.1 s after its last call.
     pool = pool(
         machine,
         default_memory=memory,
@@ -87,7 +87,7 @@ def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
     print(f"seed {seed}: rounds {rounds}, {suspends} suspends, {moves} migrations, {seen}")
     assert min(rounds) >= 2, f"a notebook made no progress: {rounds}"
     assert seen["compared"] > 0, "no NVML sample could be compared with what was granted"
-    # Only four of the eight kernels fit: without suspends, this test would have checked nothing.
+    # Only four of the eight kernels fit, so each kernel must lose its slice at times.
     assert suspends >= KERNELS, f"only {suspends} suspends"
     rows = pool.journal()
     assert not [row for row in rows if row["kind"] in ("lost", "failed")], rows

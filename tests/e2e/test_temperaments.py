@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Real kernels on drivers whose behaviour differs in points that are not documented.
+"""Real kernels on emulated drivers with quirks: points in which real drivers may differ.
 
-The emulator's README lists these points. Every process of a test (broker, workers, kernels) gets
-the quirks from its environment.
+The emulator's README lists the quirks. The variable EMUCUDA_FAULTS sets them in all processes of a
+test: the broker, its workers and the kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOODS = {
 
 @pytest.mark.parametrize("mood", MOODS.values(), ids=MOODS)
 def test_an_idle_notebook_is_suspended_and_later_restored(pool, monkeypatch, mood):
-    """One kernel is suspended, another takes the whole device, and the first is restored."""
+    """Two kernels take turns. The slice of the second one needs almost the whole device."""
     monkeypatch.setenv("EMUCUDA_FAULTS", mood)
     pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, idle_timeout=0.5, overuse="end")
 
@@ -52,8 +52,9 @@ def test_an_idle_notebook_is_suspended_and_later_restored(pool, monkeypatch, moo
 
 
 def test_a_notebook_that_cannot_be_moved_waits_for_its_gpu(pool, monkeypatch):
-    """migration-refused: the self-test notices it, so the broker does not even
-    try to move state.
+    """The driver cannot restore a process on another device (``migration-refused``).
+
+    The broker's self-test notices this, so the broker never tries it.
     """
     monkeypatch.setenv("EMUCUDA_FAULTS", "migration-refused")
     pool = pool(MACHINE, default_memory=400 * MiB, attach="cell")

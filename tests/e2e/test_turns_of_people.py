@@ -17,7 +17,7 @@ SLICE = 400 * MiB  # a GPU has no room for two of these
 
 
 def swap(pool):
-    """Return the seconds of one suspend and one resume, from the journal."""
+    """Return the median seconds of a suspend plus those of a resume, from the journal."""
     rows = pool.journal()
     out = [row["seconds"] for row in rows if row["kind"] == "suspend"]
     back = [row["detail"]["driver_seconds"] for row in rows if row["kind"] == "resume"]
@@ -25,11 +25,10 @@ def swap(pool):
 
 
 def test_users_with_short_cells_wait_only_for_the_move(pool):
-    """When the cell has ended and no call runs, the kernel is idle at once, even if ``quiet_after``
-    is long.
+    """A kernel is idle as soon as its cell has ended and no CUDA call runs.
 
-    The rule of ``max_swap_overhead`` alone would protect the slice for a hundred times the cost of
-    a move. The pool does not protect it for so long.
+    So a long ``quiet_after`` does not delay the next user. The pool also does not protect the slice
+    for the cost of a move divided by ``max_swap_overhead``, a hundred times this cost here.
     """
     pool = pool(ONE, default_memory=SLICE, quiet_after=600.0, max_swap_overhead=0.01)
 
@@ -51,9 +50,9 @@ def test_users_with_short_cells_wait_only_for_the_move(pool):
 
 
 def test_thread_that_outlives_its_cell_keeps_the_slice(pool):
-    """The agent reports no running cell, but the thread's calls show that the slice is in use.
+    """No cell runs, but a thread makes CUDA calls, so the kernel keeps its slice.
 
-    ``quiet`` is long, because on a busy machine a thread may get no processor for half a second.
+    ``quiet`` is long: on a busy machine, the thread may get no processor for half a second.
     """
     quiet = 3.0
     pool = pool(ONE, default_memory=SLICE, quiet_after=quiet, max_swap_overhead=0.0)

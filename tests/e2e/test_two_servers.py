@@ -40,14 +40,14 @@ def test_second_server_says_which_configuration_is_in_force(pool, caplog):
         assert expected in said(cell), cell
         assert cell.text.endswith("hi\n")
         assert "another configuration" not in said((await second.run("1 + 1")).check())
-        # A child process of the kernel does not inherit the variable of this notice.
+        # The variable with the notice is removed from the environment that child processes inherit.
         seen = await second.run("import os; print('GPUPOOL_NOTICE' in os.environ)")
         assert seen.text == "False\n"
         await pool.stop_kernels()
 
     play(scenario())
     assert sum("another configuration" in record.getMessage() for record in caplog.records) == 1
-    # The commands report that a file has changed since the broker's start.
+    # If a configuration file changes after the broker's start, the commands report this.
     path.write_text(json.dumps({"GPUPool": {**pool.config, "idle_timeout": 7}}))
     status = command("status")
     assert "c.GPUPool.idle_timeout is 3600 s" in status, status

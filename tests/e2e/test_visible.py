@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Many notebooks begin with ``os.environ["CUDA_VISIBLE_DEVICES"] = "1"``: that works in a cell."""
+"""A cell may set ``os.environ["CUDA_VISIBLE_DEVICES"] = "1"``, as many notebooks do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from . import cells
 from .scenes import play
 
-#: Before CUDA is initialised, torch.cuda.device_count() counts GPUs from the variable and from
-#: NVML. This code does the same.
+#: Counts GPUs like torch.cuda.device_count() before CUDA is initialised: the count comes from the
+#: variable and from NVML.
 COUNT = """
 import pynvml
 def count():
@@ -43,12 +43,13 @@ def test_index_beyond_the_slice_selects_its_own_gpu(pool, value):
         again = await kernel.run("block = Block(16).allocate().write(1).verify()\nprint(count())")
         assert "names a GPU" not in again.check().text
         assert again.text.strip() == "1"
-        # After the import, the variable has no effect, and the kernel shows the same message.
+        # CUDA is initialised, so a new value of the variable has no effect. The kernel shows the
+        # message about it once more.
         late = (
             await kernel.run("os.environ['CUDA_VISIBLE_DEVICES'] = '5'\nblock.verify()")
         ).check()
         assert late.text.count("names a GPU") == 1
-        # A child process of the kernel sees the kernel's GPU, too.
+        # After that, a child process of the kernel still finds the kernel's GPU.
         code = "import ctypes; print('child', ctypes.CDLL('libcuda.so.1').cuInit(0))"
         child = (
             await kernel.run(

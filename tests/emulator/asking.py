@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Code of a process that suspends another process and reads that process's memory from NVML."""
+"""The code of a worker process: it suspends other processes and reads their memory from NVML."""
 
 #: Statements to pass to ``machine.target().do``.
 WORKER = """

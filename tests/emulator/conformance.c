@@ -94,7 +94,7 @@ static void case_copies(void)
     OK(cuMemcpyDtoH_v2(back, b, sizeof out));
     CHECK(!memcmp(out, back, sizeof out));
     memset(back, 0, sizeof back);
-    /* Host and device addresses are in one address space. */
+    /* cuMemcpy takes host and device addresses: both are in one address space. */
     OK(cuMemcpy((uint64_t)(uintptr_t)back, a + 4, sizeof out - 4));
     CHECK(!memcmp(out + 1, back, sizeof out - 4));
     OK(cuMemsetD32_v2(a, 0xdeadbeef, N / 2));
@@ -329,7 +329,7 @@ static void case_cuinit_is_enough(void)
     struct child c = start(NULL);
     CHECK(thread_id(&c) < 0);
     IS(ask(&c, "init"), 0);
-    CHECK(thread_id(&c) > 0); /* the thread exists after cuInit, without any context */
+    CHECK(thread_id(&c) > 0); /* cuInit creates the restore thread, without a context */
     IS(state(&c), 0);
     IS(op(&c, 'l', 1000), 0);
     IS(op(&c, 'c', 0), 0);
@@ -456,11 +456,11 @@ static void case_stopped_target(void)
     IS(ask(&c, "alloc 1"), 0);
     kill(c.pid, SIGSTOP);
     pid_t caller = fork_op(&c, 'l', 100);
-    CHECK(!ends_within(caller, 500)); /* the lock's time-out of 100 ms does not end this wait */
+    CHECK(!ends_within(caller, 500)); /* the lock waits longer than its time-out of 100 ms */
     kill(caller, SIGKILL);
     waitpid(caller, NULL, 0);
     kill(c.pid, SIGCONT);
-    if (state(&c) == 1) /* the killed caller may still have locked the process */
+    if (state(&c) == 1) /* the lock may take effect after the caller's death */
         IS(op(&c, 'u', 0), 0);
     IS(state(&c), 0);
     IS(ask(&c, "verify"), 0);
@@ -478,8 +478,8 @@ static void case_restore_without_room(void)
     snprintf(command, sizeof command, "hold %zu", (size_t)(free_memory() / MIB - 40));
     IS(ask(&hog, command), 0);
     CHECK(op(&c, 'r', 0) != 0);
-    /* Driver 580.159.04 shows the state CHECKPOINTED. For other drivers, FAILED was reported. In
-     * both states, the process does not run. */
+    /* After the failed restore, driver 580.159.04 returns the state CHECKPOINTED (2). According to
+     * reports, other drivers return FAILED (3). In both states, the process does not run. */
     int after = state(&c);
     CHECK(after == 2 || after == 3);
     end(&hog);

@@ -74,7 +74,7 @@ struct set_node {
     unsigned value, unit;
     size_t width, height;
 };
-struct handle { /* handle of memory, of an event, or of a pointer into a pool */
+struct handle { /* an IPC handle: of memory, an event or a pool's pointer */
     unsigned char bytes[64];
 };
 struct shape {

@@ -73,8 +73,8 @@ static void case_graph_work(void)
     OK(cuMemFree_v2(p));
 }
 
-/* A launch or an upload takes memory. A free returns the memory to the device's graph pool. A trim
- * returns it to the device. */
+/* The upload or launch of a graph with an allocation node allocates device memory. A free node
+ * returns the memory to the device's graph pool. cuDeviceGraphMemTrim returns it to the device. */
 static void case_graph_memory(void)
 {
     void *graph = NULL, *run = NULL, *again = NULL, *stream = NULL, *node = NULL;
@@ -105,8 +105,8 @@ static void case_graph_memory(void)
     CHECK(graph_figure(1) >= 32 * MIB);
     OK(cuGraphExecDestroy(run));
     OK(cuGraphDestroy(graph));
-    /* 580.159.04 on an H200 reports 32 MiB here. The emulated driver reports only the memory that
-     * is allocated now. */
+    /* Driver 580.159.04 on an H200 still counts these 32 MiB as used. The emulated driver counts
+     * only memory that is allocated now. */
     printf("# used by graphs after their end: %llu MiB\n", (unsigned long long)graph_figure(0) / MIB);
     OK(cuDeviceGraphMemTrim(0));
     IS(graph_figure(2), 0);
@@ -165,7 +165,7 @@ static void case_graph_out_of_memory(void)
     printf("# after a launch without room: %zu MiB less free; used %llu, reserved %llu MiB\n",
            (before - free_memory()) / MIB, (unsigned long long)graph_figure(0) / MIB,
            (unsigned long long)graph_figure(2) / MIB);
-    /* After the failed launch, driver 580.159.04 does not give the memory back here. */
+    /* Driver 580.159.04 does not free the memory of the failed launch, so do not check that. */
     OK(cuStreamDestroy_v2(stream));
 }
 
@@ -233,7 +233,8 @@ static void case_capture_two_streams(void)
     CHECK(back[0] == 7 && back[N - 1] == 7);
     OK(cuGraphExecDestroy(run));
     OK(cuGraphDestroy(graph));
-    /* Nothing waits for this captured work: no other node, and no stream. */
+    /* The first stream does not wait for the captured work of the second one. So the capture
+     * ends with error 904. */
     OK(cuStreamBeginCapture_v2(first, 0));
     OK(cuEventRecord(fork, first));
     OK(cuStreamWaitEvent(second, fork, 0));
@@ -242,7 +243,7 @@ static void case_capture_two_streams(void)
     CHECK(graph == NULL);
     OK(cuMemsetD32Async(p, 6, N, second)); /* the second stream is no longer in capture */
     OK(cuStreamSynchronize(second));
-    /* A stream that only joined a capture cannot end it. */
+    /* Only the stream that began a capture can end it. */
     OK(cuStreamBeginCapture_v2(first, 0));
     OK(cuEventRecord(fork, first));
     OK(cuStreamWaitEvent(second, fork, 0));

@@ -120,8 +120,8 @@ static void case_shared_pool(void)
     OK(cuStreamDestroy_v2(stream));
 }
 
-/* 580.159.04 suspends a process that has exported memory. Reports say that drivers before 610
- * refuse. In both cases the process continues afterwards. */
+/* According to reports, drivers before 610 refuse to suspend a process with exported memory. But
+ * driver 580.159.04 suspends it. The case accepts both; the process must continue afterwards. */
 static void case_exported_memory(void)
 {
     struct child c = start(NULL);

@@ -107,7 +107,8 @@ static int target_alloc(size_t mib)
     return result;
 }
 
-/* The handle that another process shares. The environment has it as text. */
+/* Returns the handle that another process has exported. CONFORMANCE_HANDLE has its bytes in
+ * hexadecimal. */
 static struct handle target_handle(void)
 {
     struct handle h = {{0}};
@@ -202,8 +203,8 @@ static int target_event(void)
     return result ? result : cuEventSynchronize(event);
 }
 
-/* Opens an event of the parent. "record-event" records the event after a kernel of three
- * seconds. */
+/* Opens an event that the parent has exported. With "record-event", starts a kernel of three
+ * seconds and records the event after it; otherwise, queries the event. */
 static int target_shared_event(const char *how)
 {
     static void *event;
@@ -223,8 +224,8 @@ static int target_reset(void)
     uint64_t p;
     int result = cuDevicePrimaryCtxReset_v2(0);
     if (!result)
-        result = cuCtxSetCurrent(before); /* the CUDA runtime also does this, and retains the
-                                           * context afterwards */
+        result = cuCtxSetCurrent(before); /* like the CUDA runtime, which also retains the
+                                           * context, as below */
     if (!result)
         result = cuMemAlloc_v2(&p, MIB) ? 0 : -3;
     if (!result)
@@ -383,8 +384,8 @@ static int thread_id(struct child *c)
     return cuCheckpointProcessGetRestoreThreadId(c->pid, &tid) ? -1 : tid;
 }
 
-/* Restores a process so that each device is replaced by the next device. Passes `count` pairs of an
- * old and a new device. */
+/* Restores a process on other devices: for each of the first `count` devices, its memory goes to
+ * the next device. */
 static int restore_elsewhere(struct child *c, int count)
 {
     unsigned char pairs[64][2][16];
@@ -405,7 +406,8 @@ static int restore_elsewhere(struct child *c, int count)
     return cuCheckpointProcessRestore(c->pid, &args);
 }
 
-/* Makes the call in a separate process. This process has no context, and the test may kill it. */
+/* Makes a checkpoint call in a new process, and returns its pid. The new process has no context.
+ * The test may kill it. */
 static pid_t fork_op(struct child *c, char which, unsigned timeout_ms)
 {
     pid_t pid = fork();

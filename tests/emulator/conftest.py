@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Emulated machines, and child processes that use them.
 
-All code that uses the driver runs in a child with its own environment. The test process never loads
-the driver.
+Only child processes use the driver, each with its own environment. The test process never loads the
+driver.
 """
 
 import ast
@@ -21,10 +21,11 @@ import pytest
 
 from emucuda import Faults, build, environment
 
-#: A child that does not hang answers within this many seconds.
+#: The time-out of an answer in seconds. A child that has not answered by then hangs.
 TIMEOUT = 60
 
-#: A child that executes the statements that it receives, and answers with repr(_).
+#: The program of a child. It executes the statements in each line of its input, and answers with
+#: the value that they assign to ``_``.
 TARGET = r"""
 import ast, ctypes, hashlib, os, signal, sys
 import numpy as np
@@ -87,7 +88,7 @@ class Target:
         self.process.stdin.flush()
 
     def reply(self, timeout=TIMEOUT):
-        """Return the value of ``_`` after the statements; raise TimeoutError or EOFError."""
+        """Return the next answer; raise TimeoutError, or EOFError if the child ends."""
         deadline = time.monotonic() + timeout
         while True:
             line, newline, rest = self._buffer.partition(b"\n")
@@ -105,7 +106,10 @@ class Target:
             self._buffer += data
 
     def attempt(self, code, timeout=TIMEOUT):
-        """Run statements; return the value of ``_``, or ("failed", code) or ("raised", text)."""
+        """Run statements; return the value of ``_``.
+
+        Return ("failed", code) if a CUDA call fails, and ("raised", text) for another exception.
+        """
         self.send(code)
         return self.reply(timeout)
 
@@ -134,8 +138,8 @@ class Target:
     def signal(self, number):
         self.process.send_signal(number)
         if number == signal.SIGSTOP:
-            # ``send_signal`` returns before every thread has stopped. A thread that still runs may
-            # answer a request.
+            # Wait until all threads have stopped. After ``send_signal``, they run for a moment, and
+            # could answer a request of the driver.
             deadline = time.monotonic() + TIMEOUT
             while not self._stopped():
                 assert time.monotonic() < deadline, "it did not stop"

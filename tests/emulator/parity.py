@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Differences between the emulated driver and records of NVIDIA's libraries, and their reasons.
+"""Finds the differences between the emulated driver and records of NVIDIA's libraries.
 
-``tests/driver_records`` makes the records, and has the records of several NVIDIA drivers.
+REASONS has the reasons for the known differences. ``tests/driver_records`` makes the records, and
+has the records of several NVIDIA drivers.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Reason:
-    """The reason for one or more known differences. A pattern must match the whole text; None
-    matches any text.
+    """The reason for one or more known differences.
+
+    ``section`` and ``question`` are regular expressions for the whole text. ``real`` and
+    ``emulated`` are the two answers; None stands for any answer.
     """
 
     why: str
@@ -57,8 +60,9 @@ _HANDLE = "The driver follows an invalid handle before it checks that it is init
 _AFTER = "A failed cuInit leaves the driver half initialised: calls check their handle."
 _LINKER = "The emulated linker refuses a bad handle, and the driver crashes."
 
-#: Known differences from two records: the newest one, and the newest one made without a device. A
-#: test checks that each difference exists.
+#: The reasons for the differences between the emulated driver and two records: the newest record,
+#: and the newest record that was made without a device. A test checks that each reason still
+#: explains a difference.
 REASONS = (
     Reason(
         "The record made without a device is of CUDA 12.5.",
@@ -119,7 +123,7 @@ REASONS = (
 
 
 def differences(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Difference]:
-    """Yield the questions of both records that have different answers."""
+    """Yield each question that is in both records and has different answers there."""
     for section in ("arguments", "nvml_arguments"):
         for question in real[section].keys() & emulated[section].keys():
             answers = real[section][question], emulated[section][question]
@@ -139,13 +143,12 @@ def differences(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Diff
 def differences_without_device(
     real: dict[str, Any], newest: dict[str, Any], emulated: dict[str, Any]
 ) -> Iterator[Difference]:
-    """Yield the questions without a counterpart in ``newest`` to which ``emulated`` and ``real``
-    give different answers.
+    """Yield the questions that need a missing device, if the emulated answer is not as expected.
 
-    ``real`` is a record made without a device. ``newest`` is the record of a later driver, made
-    with a device, so it lacks these questions. For a call after a failed cuInit, the expected
-    answer is that of ``real``. But if ``newest`` and ``real`` give different answers to the same
-    call before cuInit, the expected answer is that of ``newest``.
+    ``real`` was made without a device. ``newest`` is the record of a later driver with a device, so
+    it lacks these questions. In general, the answer in ``real`` is expected. The exception is a
+    call after a failed cuInit, if its answers before cuInit are different in ``real`` and
+    ``newest``. For this call, the answer before cuInit in ``newest`` is expected.
     """
     for section in ("arguments", "nvml_arguments"):
         for question in real[section].keys() - newest[section].keys():
@@ -167,7 +170,7 @@ def differences_without_device(
 
 
 def _common(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[tuple[str, set[str]]]:
-    """Yield each section of calls, with the functions that both records have in it."""
+    """Yield the two sections of calls, each with the functions that both libraries export."""
     yield "calls", functions(real) & functions(emulated)
     yield "nvml_calls", {*real["nvml_functions"]} & {*emulated["nvml_functions"]}
 
@@ -190,10 +193,10 @@ def _calls(
 
 
 def _procaddr(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Difference]:
-    """Yield the names and versions for which cuGetProcAddress of the two drivers returns different
-    forms.
+    """Yield the names and versions with unexpected answers of the emulated cuGetProcAddress.
 
-    If the emulated driver lacks a form, it must return no address for it.
+    The real driver's answer is expected. But if the emulated driver lacks the function in this
+    answer, it must return no address.
     """
     here, tables = functions(emulated), (real["procaddr"], emulated["procaddr"])
     for name in sorted(tables[0].keys() & tables[1].keys()):

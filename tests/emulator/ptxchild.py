@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Runs PTX in the children of ``conftest.Target``."""
 
-#: Statements for a target. ``launch(text, name, grid, block, *arguments)`` copies arrays to the
-#: device, launches the kernel, and copies the arrays back. The other functions use it to check
-#: instructions.
+#: Statements that define functions in a target. ``launch(text, name, grid, block, *arguments)``
+#: copies the arrays in ``arguments`` to the device, launches the kernel, and copies the arrays
+#: back. The other functions use ``launch`` to check instructions.
 LAUNCH = r'''
 import numpy as np
 

@@ -70,7 +70,7 @@ def test_package_works_without_the_product(tmp_path):
     ignored = shutil.ignore_patterns("lib", "__pycache__")
     shutil.copytree(FOLDER, tmp_path / "source" / "emucuda", ignore=ignored)
     (tmp_path / "source" / "pyproject.toml").write_text(PROJECT)
-    # The test needs only the files that are built, so it builds without optimisation.
+    # Build without optimisation: this takes less time, and the test does not need fast code.
     compiler = tmp_path / "cc"
     compiler.write_text('#!/bin/sh\nexec cc "$@" -O0\n')
     compiler.chmod(0o755)
@@ -81,7 +81,7 @@ def test_package_works_without_the_product(tmp_path):
     run(*pip, "-w", tmp_path, tmp_path / "source", cwd=tmp_path)
     with zipfile.ZipFile(next(tmp_path.glob("emucuda-*.whl"))) as wheel:
         wheel.extractall(tmp_path / "installed")
-    # -S leaves out site-packages, so that no other installed package can be imported.
+    # With -S, Python does not use site-packages. So no other installed package can be imported.
     there = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}}
     found = run(sys.executable, "-S", "-c", "import jupyter_gpupool", check=False, **there)
     assert "No module named 'jupyter_gpupool'" in found.stderr

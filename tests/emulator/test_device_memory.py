@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Device memory is sparse, is charged to processes, and is freed when its process ends."""
+"""Device memory: untouched bytes cost nothing, and bytes are freed at the end of their process."""
 
 import os
 import signal
@@ -25,14 +25,14 @@ _ = 1
 
 
 def rss(pid):
-    """Return the bytes of host memory that a process uses."""
+    """Return the resident host memory of a process in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
 @pytest.fixture
 def watch(emulated):
-    """A machine of 2 x 1 GiB with 32 MiB contexts, and a process that reads NVML's figures."""
+    """Return a machine, and a function that evaluates an expression with NVML in a process."""
     machine = emulated()
     watcher = machine.target()
     watcher.do(NVML)
@@ -232,7 +232,7 @@ def test_host_access_to_device_memory_crashes_the_process(emulated):
         ("0", [0]),
         ("2,0", [2, 0]),
         (" 1 , 2", [1, 2]),
-        ("1,7,0", [1]),  # the list ends at its first entry that names no device
+        ("1,7,0", [1]),  # the driver ignores the entries from the first wrong one on
         ("1,-1,0", [1]),
         ("1,1", None),
         ("", None),
@@ -261,8 +261,7 @@ uuids = [bytes(D.cuDeviceGetUuid(i)[1].bytes).hex() for i in range(D.cuDeviceGet
 print(first, again, *uuids)
 """
     first, again, *found = machine.run(code, CUDA_VISIBLE_DEVICES=visible.format(*uuids)).split()
-    # If cuInit finds no device, the next cuInit reads the variable again. After success the driver
-    # keeps its devices.
+    # The second cuInit reads the changed variable only if the first cuInit has found no device.
     assert (first, again) == ("100" if want is None else "0", "0")
     seen = [0] if want is None else want
     assert found == [uuids[i][4:].replace("-", "") for i in seen]
@@ -299,7 +298,7 @@ def test_threads_share_the_driver(emulated):
 
 
 def test_mapped_memory_without_access_is_refused(emulated):
-    """The conformance program does not test this, because a real driver may end the context."""
+    """This test is not in the conformance program: on a real driver, it may break the context."""
     child = emulated("1x1GiB").target()
     code = """
     context()

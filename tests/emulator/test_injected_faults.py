@@ -34,10 +34,10 @@ def test_slow_copies_limit_bandwidth_in_their_scope(trio):
     machine.faults.set("slow-copies", bandwidth="20MB/s")
     assert target.do(timed) >= 0.2
     machine.faults.set("slow-copies", bandwidth=20_000_000, device=1)
-    assert target.do(timed) >= 0.2  # this fault has another scope, so both faults apply
+    assert target.do(timed) >= 0.2  # the fault for device 1 does not replace the first
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth=1, device=1)
-    target.do(timed)  # Device 0 is not slow. At one byte a second, this call would hang.
+    target.do(timed)  # on device 0, so it is not slow: at one byte a second, it would not end
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth="40MB/s", pid=target.pid)
     start = time.monotonic()
@@ -148,7 +148,7 @@ def test_hang_blocks_the_call_permanently(trio, name):
     worker.send(f"_ = call({target.pid}, {name!r})")
     assert worker.is_hung()
     machine.faults.clear()
-    assert worker.hangs()  # permanent: the call hangs even after the fault is cleared
+    assert worker.hangs()  # the call hangs even after the fault is cleared
     other = machine.target()
     other.do(WORKER)
     assert state(other, target) == ("locked" if name == "checkpoint" else "running")

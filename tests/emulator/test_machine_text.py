@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The text that describes a machine, and the environment that selects it."""
+"""A machine's description as text, and the variables with which a process uses the machine."""
 
 import dataclasses
 import json

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVIDIA's own clients, unchanged, on the emulated driver."""
+"""NVIDIA's own client libraries, unchanged, on the emulated driver."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from emucuda.build import SOURCES, libraries
 
 MIB = 1 << 20
 
-#: Calls that ordinary programs make: of the driver API, and of the checkpoint API.
+#: Functions that cuda-bindings must find: functions for ordinary programs, and the checkpoint API.
 NEEDED = """
 cuInit cuDriverGetVersion cuDeviceGet cuDeviceGetCount cuDeviceGetName cuDeviceGetUuid_v2
 cuDeviceTotalMem_v2 cuDeviceGetAttribute cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2
@@ -179,7 +179,7 @@ def test_kernels_compute_and_take_modelled_time(emulated):
 
 
 def test_streams_wait_for_one_another(emulated):
-    """A default stream waits for blocking streams until the modelled end of a 200 ms kernel."""
+    """The default stream and a blocking stream wait for each other. Each kernel takes 200 ms."""
     child = emulated().target()
     child.do(
         dedent("""

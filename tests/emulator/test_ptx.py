@@ -10,8 +10,9 @@ from tests.emulator.ptxchild import LAUNCH
 
 @pytest.fixture(scope="module")
 def ptx(tmp_path_factory):
-    """Return a function that evaluates an expression with ``LAUNCH``. All calls use the same
-    process.
+    """Return ``evaluate(expression)``, which evaluates a Python expression in a child process.
+
+    The expression can use the functions of ``LAUNCH``. All calls use the same child.
     """
     machine = Emulated("1x1GiB,context=32MiB", tmp_path_factory.mktemp("ptx") / "machine")
     child = machine.target()
@@ -27,8 +28,8 @@ def ptx(tmp_path_factory):
     machine.close()
 
 
-#: Each case has an instruction, the type of its result, the NumPy expression, and the types of the
-#: operands.
+#: Each case has an instruction, its result type, a NumPy expression for the same result, and
+#: the types of the operands.
 INTEGERS = (
     ("add.u32 %d, %a, %b;", "u32", "a + b", "u32 u32"),
     ("add.s16 %d, %a, %b;", "s16", "a + b", "s16 s16"),
@@ -424,7 +425,8 @@ launch({ATOMS}, "k", 3, 64, out)"""
 
 
 def test_lanes_of_a_warp_may_wait_for_each_other(ptx):
-    # The lanes of a warp take a lock one after the other. Each lane releases it later in the code.
+    # All lanes of a warp try to take one lock in a loop. The lane that has the lock must go on and
+    # release it, while the other lanes are still in the loop.
     run = """
 text = HEAD + '''.visible .entry k(.param .u64 out) {
   .reg .b32 %r<8>; .reg .b64 %d; .reg .pred %p;

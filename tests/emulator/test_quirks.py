@@ -26,7 +26,7 @@ _ = 1
 
 
 class Trio:
-    """A machine, a process with 8 MiB on its first device, and a process that observes it."""
+    """A machine with two processes: ``target`` has 8 MiB on a device; ``worker`` observes it."""
 
     def __init__(self, machine):
         self.faults = machine.faults
@@ -67,7 +67,7 @@ def test_residue_counts_as_used_but_belongs_to_no_process(trio):
     trio.faults.set("residue", device=0, bytes="100MiB")
     assert (trio.ask("used()"), trio.listed()) == (HAS + 100 * MiB, HAS)
     assert trio.ask("used(1)") == 0
-    # No process can allocate the residue: 116 MiB are left.
+    # A process cannot allocate the residue: 256 - 100 - 32 (context) - 8 = 116 MiB are left.
     assert trio.target.do("_ = D.cuMemAlloc(118 << 20)[0].name") == "CUDA_ERROR_OUT_OF_MEMORY"
     assert trio.target.do("_ = D.cuMemAlloc(116 << 20)[0].name") == "CUDA_SUCCESS"
 
@@ -85,7 +85,7 @@ def test_nvml_waits_for_a_copy_to_end(trio):
     other.do(WORKER)
     other.send(f"_ = call({trio.target.pid}, 'checkpoint')")
     assert other.hangs(0.2)
-    # The observer calls NVML during the copy, and gets the answer after it.
+    # The worker's NVML call begins during the copy and returns after it.
     assert trio.ask("used()") == 0
     assert other.reply() is None
 
@@ -171,7 +171,7 @@ def test_a_lock_may_ignore_its_timeout(trio):
 
 
 def test_unknown_faults_in_the_environment_are_reported(emulated):
-    """Without this error, a test with a misspelt fault would run without any fault."""
+    """The driver prints an error for a misspelt fault, because the fault has no effect."""
     variables = {"EMUCUDA_FAULTS": "nonsense bytes=3; ;residue bytes=8MiB"}
     done = subprocess.run(
         [sys.executable, "-c", "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"],

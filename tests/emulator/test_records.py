@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The emulated driver's answers without a device, compared with records of NVIDIA's libraries."""
+"""Without a device, the emulated driver answers like the records of NVIDIA's libraries."""
 
 import copy
 import ctypes
@@ -35,7 +35,7 @@ def newest_without_device():
 
 @pytest.fixture(scope="module")
 def alone(libraries):
-    """The record of the emulated driver without a machine."""
+    """Return the record of the emulated driver, made without an emulated device."""
     return _record()
 
 
@@ -48,7 +48,7 @@ def test_driver_without_a_machine_answers_like_nvidia(newest, newest_without_dev
     found += parity.differences_without_device(newest_without_device, newest, alone)
     excused = _excused(found)
     assert [str(difference) for difference in found if difference not in excused] == []
-    # If a reason explained no difference, it could hide a later difference.
+    # Each reason must explain a difference. An unused reason could hide a new difference later.
     idle = [r for r in parity.REASONS if not any(r.covers(difference) for difference in found)]
     assert idle == []
 
@@ -58,8 +58,10 @@ def test_a_record_does_not_differ_from_itself(newest):
 
 
 def test_emulated_driver_has_only_functions_of_nvidia(newest, alone):
-    """The emulated driver claims the newest record's version, and clients look up functions by
-    version."""
+    """The emulated driver has the version of the newest record, and none but its functions.
+
+    Clients conclude from the version which functions exist.
+    """
     assert alone["cuda"] == newest["cuda"]
     assert functions(alone) <= functions(newest)
     assert {*alone["nvml_functions"]} <= {*newest["nvml_functions"]}
@@ -95,10 +97,9 @@ def _forms_are_only_added(older, newer):
 
 @pytest.mark.parametrize("oldest", [0, 1])
 def test_drivers_without_a_device_agree(oldest, newest_without_device):
-    """For wrong arguments, all drivers return the same results, with the exceptions in the code
-    below.
+    """NVIDIA's drivers give the same answers, except to the three questions in the code below.
 
-    A later driver only adds forms of a function, that is, versions of it under the same name.
+    A later driver only adds forms to a name for cuGetProcAddress. It changes no older form.
     """
     older, newer = records()[oldest], newest_without_device
     differ = {k for k in newer["arguments"] if newer["arguments"][k] != older["arguments"][k]}
@@ -184,12 +185,12 @@ def test_changed_answer_in_a_record_without_device_is_reported(
 
 
 def test_checks_made_before_cuinit_are_also_made_if_it_fails(newest, newest_without_device):
-    """A check that the later driver makes before cuInit is also made after a failed cuInit."""
+    """For a call after a failed cuInit, the later driver's answer before cuInit is expected."""
     older = newest_without_device
     found = parity.differences_without_device(older, newest, older)
     real = {difference.question: difference.real for difference in found}
     assert (real["cuCtxGetDevice"], real["cuKernelGetName"]) == ("1", "400")
-    assert "cuInit" not in real  # the record made with a device has no answer for cuInit
+    assert "cuInit" not in real  # no call of cuInit is in the later driver's record
 
 
 # ---------------------------------------------------------------------- the recorder
@@ -228,7 +229,7 @@ def _address_and_text():
 
 
 def test_the_zeroed_buffer_has_a_fixed_address():
-    """Some calls read the buffer's address as a count, so another address changes the record."""
+    """Some calls read the buffer's address as a count. So a record depends on this address."""
     (at, text), second = child.ask(_address_and_text), child.ask(_address_and_text)
     assert second == [at, text]
     assert text == "00" * (1 << 16)

@@ -10,7 +10,7 @@ import pytest
 
 from emucuda import build, library_dir
 
-#: A client that calls the runtime as a compiled program does.
+#: The first lines of all clients: they load the runtime and define functions for its calls.
 CLIENT = r"""
 import ctypes as c, sys
 R = c.CDLL(sys.argv[1])
@@ -115,7 +115,7 @@ def test_runtime_reports_that_there_is_no_device():
 
 
 def test_the_runtime_refuses_a_driver_that_is_not_emulated(tmp_path):
-    """A machine with a GPU has NVIDIA's own runtime, and the emulated one must not replace it."""
+    """On a machine with a GPU, the emulated runtime must not replace NVIDIA's runtime."""
     source = tmp_path / "driver.c"
     source.write_text(
         "int no(const void **table, const void *id) { *table = 0; return 1; }\n"
@@ -130,7 +130,8 @@ def test_the_runtime_refuses_a_driver_that_is_not_emulated(tmp_path):
     assert "use NVIDIA's runtime there" in done.stderr
 
 
-#: A host function that is launched as a kernel: it adds one to a word of device memory.
+#: Defines ``launch``, which launches the host function ``add`` in place of a kernel. ``add`` adds
+#: one to a word of device memory.
 HOST_CALLS = r"""
 PTX = b'''.version 7.0
 .target sm_70
@@ -185,7 +186,7 @@ def test_suspend_waits_for_a_host_call_and_a_graph_repeats_it(emulated):
     assert child.do("_ = seen") == [0]
     other.do("p.checkpoint(); p.restore(); p.unlock()")
     assert child.do("t.join(); _ = value()") == 42
-    # The address is outside device memory, so the launch must fail.
+    # ``bytes_at`` must return NULL for a range that is larger than the allocation.
     assert child.do("_ = table.contents.bytes_at(word, 1 << 40)") is None
     child.do("s = ok(D.cuStreamCreate(1)); ok(D.cuStreamBeginCapture(s, 2)); launch(s)")
     child.do("g = ok(D.cuGraphInstantiate(ok(D.cuStreamEndCapture(s)), 0))")

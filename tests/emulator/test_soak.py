@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Long tests: conformance under sanitizers, and callers killed at random moments of a suspend."""
+"""Long tests: the conformance program with sanitizers, and kills at random moments of a suspend."""
 
 import os
 import random

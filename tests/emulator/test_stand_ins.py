@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Stand-ins for libraries of NVIDIA that PyTorch links, and that cannot run on emulated GPUs."""
+"""PyTorch links some NVIDIA libraries that cannot run on emulated GPUs. Stand-ins replace them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emucuda.pytorch import stand_ins
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """Return ``make(soname, *names)``, which makes a stand-in library with these functions."""
+    """Return ``make(soname, *names)``, which builds and loads a stand-in with these functions."""
 
     def make(soname, *names):
         lib = tmp_path / "torch" / "lib"
@@ -38,7 +38,7 @@ def stand_in(tmp_path):
 
 
 def test_profiler_stand_in_has_a_text_for_its_error(stand_in, capfd):
-    """PyTorch's profiler ends the program if the text of an error is missing."""
+    """An error of the stand-in needs a text: without one, PyTorch's profiler ends the program."""
     cupti = stand_in("libcupti.so.12", "cuptiSubscribe", "cuptiGetResultString", "cuptiGetVersion")
     status = cupti.cuptiSubscribe(None, None, None)
     assert status == stand_ins.STATUS["cupti"]

@@ -75,7 +75,7 @@ ALL_SIZES = "sum(sizes)"
 
 @pytest.fixture
 def pair(emulated):
-    """A target with each kind of device memory on 2 x 1 GiB, and a worker that suspends it."""
+    """Return a machine, a target with each kind of device memory, a worker, and the digests."""
     machine = emulated()
     target, worker = machine.target(), machine.target()
     worker.do(WORKER)
@@ -91,7 +91,7 @@ def status(pid, field):
 
 
 def on_devices(pid):
-    """Return how many bytes of a process's device memory are on a device, not in host memory."""
+    """Return the bytes of device memory that a process has on the devices at this moment."""
     files = [file.stat() for file in Path(f"/proc/{pid}/fd").iterdir()
              if str(file.readlink()).startswith("/memfd:emucuda-device")]  # fmt: skip
     return sum({found.st_ino: found.st_blocks * 512 for found in files}.values())
@@ -109,7 +109,7 @@ def test_memory_contents_survive_a_suspend(pair):
 
 
 def test_nvml_calls_of_a_suspended_process_wait_for_the_unlock(pair):
-    """With driver 580.159.04, the NVML calls that a locked process makes wait for its unlock."""
+    """From its lock to its unlock, a process waits in each NVML call, as with driver 580.159.04."""
     _, target, worker, _ = pair
     count = "_ = n.nvmlDeviceGetCount()"
     assert target.do("import pynvml as n; n.nvmlInit();" + count) == 2
@@ -234,7 +234,7 @@ def test_a_killed_target_ends_the_call(emulated, bandwidth):
     target.do("context(); p = ok(D.cuMemAlloc(64 << 20)); put(p, bytes_of(64 << 20))")
     worker.do(f"Process({target.pid}).lock(5000)")
     if bandwidth == "0":
-        target.signal(signal.SIGSTOP)  # with the target stopped, the call hangs before it copies
+        target.signal(signal.SIGSTOP)  # so the checkpoint hangs before its copy
     worker.send(f"Process({target.pid}).checkpoint()")
     assert worker.hangs(0.2)
     target.kill()

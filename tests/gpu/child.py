@@ -1,11 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A process that uses a GPU. It reads one JSON request per line, and answers each with one JSON
-line.
+"""A process that uses a GPU: ``python -m tests.gpu.child WORKLOAD``.
 
-Run it with ``python -m tests.gpu.child WORKLOAD``. A request is ``[name, arguments...]``: a
-function of this file, or a method of the workload. The process uses no CUDA before the first
-``start``.
+The process reads JSON requests from stdin, one per line, and answers each request with one line of
+JSON. A request ``[name, arguments...]`` calls a function of this file or a method of the workload.
+The process uses no CUDA before the first request ``start``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def start() -> str:
 
 
 def digest(name: str) -> str:
-    """Return the SHA-256 of the bytes on the device now."""
+    """Return the SHA-256 of the array ``name``, read from the device."""
     return hashlib.sha256(_workload.get(name)).hexdigest()
 
 
@@ -64,12 +63,12 @@ def work_on(name: str, step: int) -> None:
 
 
 def done() -> int:
-    """Return the number of steps that the thread has done."""
+    """Return the number of steps that the threads of :func:`work_on` have done so far."""
     return _done
 
 
 def rest() -> int:
-    """End the thread's work; return the total number of steps that it has done."""
+    """End the thread of :func:`work_on`; return the same number as :func:`done`."""
     assert _thread is not None
     _ends.set()
     _thread.join()
@@ -80,8 +79,8 @@ def info() -> tuple[int, int]:
     """Return free and total bytes of the device as the driver reports them to this process."""
     from cuda.bindings import driver
 
-    # JAX sets a context only in its own threads. So this thread sets the context that JAX uses, the
-    # device's primary context.
+    # cuMemGetInfo needs a context. JAX sets one only in its own threads. So set the same context
+    # here: the primary context of the device.
     if not int(driver.cuCtxGetCurrent()[1]):
         driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(driver.cuDeviceGet(0)[1])[1])
     result, free, total = driver.cuMemGetInfo()
@@ -129,7 +128,7 @@ def nvml() -> int:
 
 
 def asks(pid: int) -> dict[str, list[Any]]:
-    """Return the driver's results and values for another process, by question."""
+    """Ask the driver three questions about another process; return [result, value] for each."""
     from cuda.bindings import driver
 
     answers = {
@@ -148,7 +147,7 @@ def pid() -> int:
 
 
 def main() -> None:
-    # Frameworks print to stdout, so answers use another descriptor.
+    # Frameworks print to stdout. So answers use a copy of it, and stdout itself becomes stderr.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

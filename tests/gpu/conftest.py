@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The machine under test, the frameworks that can run on it, and notes on what the tests find."""
+"""Fixtures: the machine under test, the notebooks on it, and the notes of each test."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from .machine import driver_up
 from .machine import machine as _machine
 from .session import items, stage
 
-#: This variable names the file for each test's outcome and notes, as a line of JSON.
+#: The name of an environment variable. If it is set to a path, this file gets one line of JSON for
+#: each test, with its outcome and notes.
 REPORT = "GPUPOOL_GPU_REPORT"
 
-#: The workloads that an emulated device can run; all others need CUDA's runtime.
+#: The workloads that can also run on an emulated device. The others need NVIDIA's CUDA runtime.
 EMULATED = ("cuda-core",)
 
 
@@ -35,7 +36,7 @@ def machine():
 
 @pytest.fixture(scope="module")
 def pooled(machine, request):
-    """A broker, and for each test of the file a notebook that needs most of the device."""
+    """Yield a broker, and a notebook for each test of the file. A slice is most of the device."""
     request.getfixturevalue("kernelspec")
     with stage(machine, request) as made:
         made.prepare(items(request), made.most)
@@ -52,13 +53,13 @@ def notebook(pooled, workload, request):
 
 @pytest.fixture
 def neighbour(pooled, request):
-    """A notebook that needs the same device at each of its calls."""
+    """Return a notebook whose slice has no room beside that of another notebook."""
     return pooled.play(pooled.neighbour(request.session.testsfailed))
 
 
 @pytest.fixture
 def note(request):
-    """``note(name=value, ...)`` records facts that a test does not assert."""
+    """Return ``note(name=value, ...)``: a test reports values with it that it does not assert."""
     facts: dict[str, Any] = request.node.stash.setdefault(_FACTS, {})
     return facts.update
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The device service on the machine under test, and the view of a device from outside."""
+"""The device service on the machine under test, and functions that observe a device."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from jupyter_gpupool.procfs import ProcessId
 from .machine import Machine, MiB
 from .target import Failed, Target
 
-#: START: seconds to wait for the start of the service. SETTLED: seconds to wait until the device
-#: shows that a process has ended.
+#: Time-outs in seconds: for the start of the service, and for the device to show that a process has
+#: ended.
 START = 120.0
 SETTLED = 30.0
 
-#: Wait this many seconds for earlier processes to end. Processes that still run then count as
-#: foreign.
+#: The seconds to wait for the end of earlier processes. A process that runs longer counts as a
+#: foreign process.
 LEFT = 3.0
 
-#: The time-out, in seconds, of a driver call that copies nothing. It is shorter than the default,
-#: because a call that hangs fails the test.
+#: The time-out of a driver call that copies nothing, in seconds. It is shorter than the default: a
+#: call that hangs fails the test, so the test need not wait long.
 CALL = 20.0
 
-#: Seconds for a test of many rounds. If a test does fewer rounds than planned, it notes the number.
+#: The seconds after which a test with many rounds ends. It notes how many rounds it has done.
 SECONDS = float(os.environ.get("GPUPOOL_GPU_SECONDS", "40"))
 
 #: The driver allocates device memory in pages of this size.
 PAGE = 2 * MiB
 
-#: The devices that earlier services of this test run have tested.
+#: The devices that an earlier service of this test run has tested, by UUID. A later service does
+#: not test them again.
 _known: dict[str, Device] = {}
 
 
@@ -52,7 +53,7 @@ class Bench:
     machine: Machine
     service: DeviceService
     device: Device
-    #: Bytes that were in use on the device before the first process of a test.
+    #: The bytes that were in use on the device before the test started a process.
     base: int = 0
 
     @property
@@ -66,7 +67,7 @@ class Bench:
 
     @property
     def slack(self) -> int:
-        """The bytes in use on an empty device may vary by this number."""
+        """The used bytes of an empty device may be larger than :attr:`base` by this number."""
         return self.machine.bytes(64 * MiB)
 
     async def suspend(self, process: Target) -> SuspendOutcome:
@@ -75,10 +76,10 @@ class Bench:
     async def resume(
         self, process: Target, freed: SuspendOutcome | None = None, *, need: int | None = None
     ) -> ResumeOutcome:
-        """Resume a process if the device has enough bytes free.
+        """Resume a process if the device has enough free bytes.
 
-        ``freed`` is the outcome of a suspend: the device must have as many bytes free as that
-        suspend freed. Without ``freed``, ``need`` bytes must be free.
+        Pass the outcome of the suspend as ``freed``: the resume then needs as many bytes as the
+        suspend has freed. Or pass the number of bytes as ``need``.
         """
         bytes_ = need if freed is None else freed.freed.get(self.uuid, 0)
         return await self.service.resume(
@@ -101,7 +102,7 @@ class Bench:
         return there, back
 
     async def ask(self, op: str, process: ProcessId) -> dict[str, Any]:
-        """Return the driver's own answer to a question about a process, as the worker gives it."""
+        """Let the worker make the driver call ``op`` for a process; return the driver's answer."""
         fields = {"pid": process.pid, "start_time": process.start_time}
         try:
             answer = await self.worker.call(op, CALL, process=fields)
@@ -133,7 +134,7 @@ class Bench:
         return held(await self.sample(), process.pid)
 
     async def empty(self, *gone: Target, timeout: float = SETTLED) -> float:
-        """Wait until the tests use no memory of the device; return the seconds until then."""
+        """Wait until the tests use no memory of the device; return the seconds of this wait."""
         pids = {process.pid for process in gone}
         begin = time.monotonic()
         while True:
@@ -148,11 +149,11 @@ class Bench:
             await asyncio.sleep(0.02)
 
     async def leave(self, other: Target, left: int) -> int:
-        """Let another process take the device's memory except ``left``; return the free bytes then.
+        """Let another process allocate all but ``left`` bytes; return the bytes that are then free.
 
-        The process allocates in pieces, because one large piece may not fit. So a little more
-        than ``left`` may stay free. At least ``left`` stays free, even though the driver itself
-        needs memory to map the last pieces.
+        The process allocates in pieces, because one large piece may not fit. The driver needs some
+        memory to map the pieces. Nevertheless, at least ``left`` bytes stay free, and at most a few
+        more.
         """
         near, piece = self.machine.bytes(256 * MiB), self.machine.bytes(16 << 30)
         left += self.machine.bytes(8 * MiB)
@@ -168,13 +169,13 @@ class Bench:
         return free
 
     async def _free(self, process: Target) -> int:
-        """Return the free bytes of the device: the smaller of NVML's figure and the driver's."""
+        """Return the free bytes of the device, from NVML or the driver; take the smaller number."""
         free, _ = await process.do("info")
         return min(free, (await self.sample()).free)
 
 
 def session(process: Target) -> str:
-    """Return a session's name that is unique to this process."""
+    """Return a name for the session of this process; no other process has this name."""
     return f"gpu-tests-{process.pid}"
 
 
@@ -185,7 +186,7 @@ def held(sample: DeviceSample, pid: int) -> int | None:
 
 @contextlib.asynccontextmanager
 async def bench(machine: Machine, **options: Any) -> AsyncIterator[Bench]:
-    """Yield a service that can suspend on the machine's first device."""
+    """Yield a started service whose first device can suspend processes."""
     service = DeviceService(env=machine.env, **{"call_timeout": CALL, **options})
     try:
         devices = await asyncio.wait_for(service.start(known=_known), START)
@@ -194,10 +195,9 @@ async def bench(machine: Machine, **options: Any) -> AsyncIterator[Bench]:
         assert device.can_suspend, device.tier_reason
         _known[device.uuid] = device
         found = Bench(machine, service, device)
-        # The worker starts before the measurement: after cuInit it may use device memory.
+        # Start the worker first, so that ``base`` includes the device memory that the worker uses.
         await found.worker.start()
-        # NVML may show memory of earlier processes, such as the self-test's program, a little
-        # longer.
+        # NVML may still list earlier processes for a moment, such as the program of the self-test.
         deadline = time.monotonic() + LEFT
         while (before := await found.sample()).processes and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -208,7 +208,7 @@ async def bench(machine: Machine, **options: Any) -> AsyncIterator[Bench]:
 
 
 def bytes_of(pid: int, name: str = "VmRSS") -> int:
-    """Return a figure of ``/proc/<pid>/status`` in bytes; 0 if the process has ended."""
+    """Return the field ``name`` of ``/proc/<pid>/status`` in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -218,7 +218,7 @@ def bytes_of(pid: int, name: str = "VmRSS") -> int:
 
 
 def threads(pid: int) -> list[str]:
-    """Return the state of each thread of a process, as the letters of ``proc_pid_stat(5)``."""
+    """Return the states of the threads of a process, as letters; see ``proc_pid_stat(5)``."""
     found = []
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -235,9 +235,9 @@ def host_memory() -> int:
 
 
 async def until(condition: Callable[[], bool], timeout: float = SETTLED) -> bool:
-    """Wait for a condition; return whether it came true in time.
+    """Wait until a condition is true; return False if it is still false after the time-out.
 
-    It polls, because neither the driver nor the kernel reports the change.
+    This polls, because neither the driver nor the kernel reports the change.
     """
     deadline = time.monotonic() + timeout
     while not condition():
@@ -248,18 +248,17 @@ async def until(condition: Callable[[], bool], timeout: float = SETTLED) -> bool
 
 
 def share(device: Device, part: float, *, processes: int = 1, cap: int = 24 << 30) -> int:
-    """Return this part of a device's memory in bytes: at most ``cap``, and at most what host
-    memory allows.
+    """Return a size in bytes for a test's process: the fraction ``part`` of a device's memory.
 
-    Host memory must have room for the state of a suspended process, and for a moment for a second
-    copy of a part of the state.
+    The size is at most ``cap``. It is also limited by the free host memory, which must have room
+    for the states of all ``processes`` and, for a moment, for a second copy of a part of a state.
     """
     room = min(int(device.memory_total * part), cap, int(host_memory() * 0.7) // processes)
     return room // PAGE * PAGE
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the median, the 99th percentile and the maximum."""
+    """Return the median, the 99th percentile and the maximum of some durations."""
     ordered = sorted(seconds)
     return {
         "p50": round(ordered[len(ordered) // 2], 4),
@@ -269,5 +268,5 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def speeds(outcome: SuspendOutcome | ResumeOutcome) -> dict[str, float]:
-    """Return the seconds of a suspend or a resume: in total, and in the driver."""
+    """Return how long a suspend or a resume took, in total and in the driver alone."""
     return {"s": round(outcome.seconds, 4), "driver_s": round(outcome.driver_seconds, 4)}

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The machine under test: this machine if it has an NVIDIA GPU, else an emulated machine.
 
-The same tests run on both machines. On an emulated device, they show that the tests themselves
-work, but show nothing about a driver. The device's name in the results tells whether the device was
-emulated.
+The same tests run on both machines. Their results on an emulated device say nothing about a real
+driver, and show only that the tests themselves work. The device's name in the results shows whether
+the device was emulated.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jupyter_gpupool.emulation import environment, real_driver_present
 GiB = 1 << 30
 MiB = 1 << 20
 
-#: The emulated machine, if there is no GPU. It is small, so that copies are quick.
+#: The emulated machine for a machine without a GPU. Its device is small, so copies are quick.
 EMULATED = "1x4GiB,context=64MiB"
 
-#: The ratio of a size on the emulated device to the size on a real device, for
+#: A size on a real device is this many times the size on the emulated device; see
 #: :meth:`Machine.bytes`.
 SCALE = 16
 
@@ -35,7 +35,7 @@ SCALE = 16
 class Machine:
     """The machine on which the tests run."""
 
-    #: The environment variables for the machine's driver.
+    #: The environment of processes that use the driver of this machine.
     env: dict[str, str]
     #: ``c.GPUPool.emulate`` for a broker on it.
     emulate: str
@@ -46,7 +46,7 @@ class Machine:
         return not self.emulate
 
     def bytes(self, size: int) -> int:
-        """Convert a size (bytes) for a real device to the size for this machine."""
+        """Return ``size``, or a smaller size in place of it if the devices are emulated."""
         return size if self.real else size // SCALE
 
 
@@ -63,7 +63,7 @@ def machine(emulate: str = EMULATED) -> Iterator[Machine]:
         yield Machine({**os.environ, **environment(emulate, Path(folder) / "machine")}, emulate)
 
 
-#: Calls cuInit without making a context, so it takes no device memory.
+#: A program that calls cuInit and waits. It makes no context, so it uses no device memory.
 _HOLDER = """
 import ctypes, sys
 try:
@@ -76,10 +76,10 @@ sys.stdin.read()
 
 @contextmanager
 def driver_up(found: Machine) -> Iterator[str]:
-    """Keep a process running that has called cuInit; yield the result, "0" for success.
+    """Keep a process running that has called cuInit; yield its result ("0" is success).
 
-    Without persistence mode, the driver stops when no process uses it, and its next start takes
-    seconds. This process keeps the driver running, so it starts only once, not for each test.
+    Without persistence mode, the driver stops when no process uses it. Its next start takes
+    seconds. Because of this process, the driver starts only once for all tests.
     """
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLDER],

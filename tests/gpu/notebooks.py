@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Notebooks whose cells print every number exactly.
+"""Notebooks whose cells print exact results.
 
-On one device, the same cells always print the same text. So a test can compare an interrupted run
-with an undisturbed run. Each cell prints something.
+On one device, a notebook prints the same text in each run. So a test can compare a run that is
+suspended half-way with an undisturbed run. Every cell prints something.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ assert len({*seen}) == len(seen)
 print(len(seen))
 """
 
-#: The cells of each workload. The second half begins with a cell that uses the state of the first
-#: half.
+#: The cells of each workload. A test may suspend a notebook after half of the cells: the next cell
+#: uses the state of the cells before it.
 NOTEBOOKS = {
     "cuda-core": [_PLAIN_SETUP, _PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_END],
     "torch": [

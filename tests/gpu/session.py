@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Pooled GPU kernels on the machine under test: a private broker, and notebooks that compute.
 
-The broker and the kernels are those of the end-to-end tests (``tests/e2e/kit.py``), but use this
-machine's driver. The import of a framework takes seconds, so all kernels of a file start together
-before its first test. Each kernel has the name of its test.
+The broker and the kernels are like those of the end-to-end tests (``tests/e2e/kit.py``), but they
+use the driver of the machine under test. The import of a framework takes seconds. So all kernels
+for the tests of a file start together, before the first test. A kernel has the name of its test.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .workloads import expected
 
 _Result = TypeVar("_Result")
 
-#: Time-outs in seconds: for the start of all kernels of a file including the imports, for one cell,
-#: and for a test.
+#: Time-outs in seconds: for the start of all kernels of a file with their imports, for one cell,
+#: and for one test.
 START = 100.0
 CELL = 90.0
 TEST = 110.0
@@ -38,10 +38,11 @@ TEST = 110.0
 #: Bytes of a neighbour's array on a real device.
 TAKEN = 64 * MiB
 
-#: An empty device may still have this many bytes in use. Any context takes more than this.
+#: A device counts as empty if at most this many more bytes are in use than at the start. A context
+#: uses more bytes.
 LEFT = 32 * MiB
 
-#: Imports that take seconds and that run before the first use of CUDA.
+#: What a workload imports before its first use of CUDA; by default, the module of its name.
 _IMPORTS = {"cuda-core": "cuda.core", "triton": "torch, triton", "numba": "numba.cuda"}
 
 #: Variables that a framework reads at its import.
@@ -66,9 +67,9 @@ class Notebook:
         self.kernel: Kernel
 
     async def start(self, **options: Any) -> Notebook:
-        """Start the kernel and import the framework, without any use of CUDA."""
+        """Start the kernel, and import the framework in a first cell that does not use CUDA."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # If a driver crashes the process, the log of the kernel then shows the place.
+        # With the fault handler, the kernel's log shows where a driver has crashed the process.
         env = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1"}
         if self.workload in _VARIABLES:
             for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -96,7 +97,7 @@ class Notebook:
         return cell
 
     async def run(self, code: str, timeout: float = CELL) -> Cell:
-        """Run a cell; return how it ended. Fail at once if the kernel ends."""
+        """Run a cell; return its result. If the kernel ends, fail without a further wait."""
         cell = asyncio.ensure_future(self.kernel.run(code, timeout=timeout))
         try:
             while not (await asyncio.wait({cell}, timeout=0.5))[0]:
@@ -127,7 +128,7 @@ class Notebook:
         await self.cell(f"for _ in range({number}):\n    work.work({name!r}, {step})\nwork.sync()")
 
     async def digest(self, name: str) -> str:
-        """Return the SHA-256 of the bytes on the device now."""
+        """Return the SHA-256 of the array ``name``, read from the device."""
         return await self.cell(f"print(hashlib.sha256(work.get({name!r})).hexdigest())")
 
     async def free(self, name: str) -> None:
@@ -161,7 +162,7 @@ class Notebook:
         )
 
     async def release(self) -> dict[str, Any]:
-        """Release the slice on demand; wait for the suspend, and return the session."""
+        """Release the slice; return the session when its state is in host memory."""
         self.stage.pool.call("release", session=self.session["id"])
         return await self.suspended()
 
@@ -170,7 +171,7 @@ class Notebook:
 
 
 class Stage:
-    """A file's own broker on the machine under test, and the kernels of its tests."""
+    """The broker for the tests of one file, and the kernels of these tests."""
 
     def __init__(self, machine: Machine, pool: Pool) -> None:
         self.machine = machine
@@ -179,11 +180,11 @@ class Stage:
         self._ready: dict[str, Notebook | BaseException] = {}
         self._neighbour: tuple[int, Notebook] | None = None
         self.device = self._device()
-        #: NVML's figures of the device before any kernel used it.
+        #: The used bytes of the device, from NVML, before any kernel uses it.
         self.base = self.look()["used"]
 
     def play(self, scenario: Coroutine[Any, Any, _Result], timeout: float = TEST) -> _Result:
-        """Run a coroutine in the event loop of all kernels of this stage."""
+        """Run a coroutine in the event loop of all kernels of this stage; return its result."""
         try:
             return self._loop.run_until_complete(asyncio.wait_for(scenario, timeout))
         except BaseException as error:
@@ -212,7 +213,7 @@ class Stage:
 
     @property
     def most(self) -> int:
-        """A slice size of which the device has room for only one slice."""
+        """A size for slices, in bytes. The device has room for only one slice of this size."""
         return int(self.capacity * 0.6) // (2 * MiB) * (2 * MiB)
 
     def look(self) -> dict[str, Any]:
@@ -221,7 +222,7 @@ class Stage:
         return dict(found[self.device["uuid"]])
 
     async def empty(self, *notebooks: Notebook, timeout: float = 15.0) -> int:
-        """Wait until NVML shows no memory of the tests on the device; return the bytes left."""
+        """Wait until the device is empty; return the used bytes minus those at the start."""
         pids = [str(notebook.kernel.pid) for notebook in notebooks]
 
         def left() -> dict[str, Any] | None:
@@ -235,8 +236,9 @@ class Stage:
     # ------------------------------------------------------------------ kernels
 
     def prepare(self, wanted: Iterable[tuple[str, str]], memory: int) -> None:
-        """Start kernels for all (label, workload) together; keep each failure for
-        the test of that label.
+        """Start the kernels for all pairs (label, workload) at the same time.
+
+        If a kernel fails to start, the test with its label gets the error from :meth:`take`.
         """
 
         async def one(label: str, workload: str) -> Notebook:
@@ -250,24 +252,25 @@ class Stage:
 
         pairs = [*wanted]
         if self.device["tier"] != "guarded":
-            # Without the guard, each import would wait for a slice, like any cell, and only one
-            # kernel would get it.
+            # Without the guard, every cell needs a slice, also a cell that only imports. But the
+            # device has room for one slice.
             problem = AssertionError(f"there is no guard: {self.device['tier_reason']}")
             self._ready.update({label: problem for label, _ in pairs})
             return
         self.play(all_of(pairs), START + 20)
 
     def take(self, label: str) -> Notebook:
-        """Return the kernel that has been started for a test."""
+        """Return the kernel that :meth:`prepare` has started for a test, or raise its error."""
         found = self._ready.pop(label)
         if isinstance(found, BaseException):
             raise found
         return found
 
     async def neighbour(self, age: int) -> Notebook:
-        """Return a neighbour: a notebook that needs most of the device at each of its calls.
+        """Return the neighbour: a notebook whose slice is most of the device.
 
-        For a new ``age``, return a new notebook: a failed test may have damaged the old notebook.
+        ``age`` is the number of failed tests. If it has changed, start a new neighbour, because a
+        failed test may have damaged the old one.
         """
         if self._neighbour is not None and self._neighbour[0] == age:
             return self._neighbour[1]
@@ -280,7 +283,7 @@ class Stage:
         return made
 
     async def taken(self, neighbour: Notebook) -> None:
-        """Let the neighbour take the device and compute, and check its result."""
+        """Let the neighbour compute, so that it gets the device; check its slice and its result."""
         neighbour.done += 18
         await neighbour.steps("mine", 2, 9)
         assert neighbour.session["granted_bytes"] == self.most
@@ -292,7 +295,7 @@ class Stage:
         self.play(notebook.stop(), 40)
 
     def close(self, check: bool) -> None:
-        """End everything; with ``check``, fail if anything is left."""
+        """End the kernels and the broker. With ``check``, fail if memory or processes remain."""
         try:
             self.play(self.pool.stop_kernels(), 40)
         finally:
@@ -306,8 +309,8 @@ class Stage:
 def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> Iterator[Stage]:
     """Yield a broker for a file's tests; show its logs if one of them failed.
 
-    The broker preempts and grants slices without the optional delays. GPU time is scarce, and other
-    tests measure these delays.
+    To save GPU time, the broker does not delay the preemption of a slice (``max_swap_overhead`` is
+    0). Other tests measure this delay.
     """
     config = {"quiet_after": QUIET, "max_swap_overhead": 0, "host_memory": "90%", **config}
     folder = Path(tempfile.mkdtemp(prefix="gp"))  # a socket needs a short path
@@ -328,7 +331,8 @@ def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> It
                 raise
             finally:
                 if request.session.testsfailed != failed:
-                    # pytest would show this output only if this fixture failed.
+                    # Print without pytest's capture: pytest would not show the captured output of a
+                    # fixture that has passed.
                     capture = request.config.pluginmanager.getplugin("capturemanager")
                     with capture.global_and_fixture_disabled():
                         print(pool.logs(tail=4000), flush=True)
@@ -337,7 +341,7 @@ def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> It
 
 
 def items(request: pytest.FixtureRequest, fixture: str = "notebook") -> list[tuple[str, str]]:
-    """Return name and workload of each selected test in this file that needs a kernel."""
+    """Return the name and the workload of each selected test of the file that uses ``fixture``."""
     return [
         (item.name, item.callspec.params["workload"])
         for item in request.session.items

@@ -1,8 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The tests' end of a process that uses a GPU: each answer has a time-out, and
-the process always ends.
-"""
+"""Starts a process that uses a GPU (``child.py``), sends it requests, and kills it at the end."""
 
 from __future__ import annotations
 
@@ -21,12 +19,11 @@ from jupyter_gpupool.procfs import ProcessId
 
 ROOT = Path(__file__).parents[2]
 
-#: Seconds to wait for an answer of a process. The answer to torch.compile takes longest. If no
-#: answer comes, the test fails.
+#: The time-out of an answer, in seconds. It is long enough for torch.compile, which takes longest.
 ANSWER = 120.0
 
-#: Seconds to wait for the end of a process after SIGKILL. Before it ends, the kernel driver frees
-#: its memory.
+#: The time-out, in seconds, for the end of a killed process. The process ends only when the kernel
+#: driver has freed its memory.
 END = 30.0
 
 
@@ -39,7 +36,7 @@ class Failed(Exception):
 
 
 class Target:
-    """A child process in its own process group; ``child.py`` lists its functions."""
+    """A child process that runs ``child.py``, in its own process group."""
 
     def __init__(self, workload: str, env: dict[str, str]) -> None:
         self.workload = workload
@@ -63,9 +60,7 @@ class Target:
         return self
 
     def ask(self, name: str, *arguments: Any) -> None:
-        """Send a request; do not wait, because the request may block while the
-        process is suspended.
-        """
+        """Send a request without a wait: a suspended process does not answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
 
@@ -97,7 +92,7 @@ class Target:
         return await self.answer(timeout)
 
     async def kill(self) -> None:
-        """Kill the process and all processes that it has started; return after its end."""
+        """Kill the process and its process group; return when the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if self.process.stdin is not None:
@@ -109,7 +104,7 @@ class Target:
 async def target(
     workload: str, env: dict[str, str], *, start: bool = True
 ) -> AsyncIterator[Target]:
-    """Yield a process, by default with its framework started; kill it at the end."""
+    """Yield a started process. With ``start``, its framework has a context. Kill it at the end."""
     found = await Target(workload, env).start()
     try:
         if start:

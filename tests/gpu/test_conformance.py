@@ -21,15 +21,16 @@ from tests.emulated import build
 
 SOURCE = Path(__file__).parents[1] / "emulator" / "conformance.c"
 
-#: The cases have the order of the program, because its last cases may leave a process behind or
-#: fill the device.
+#: The names of all cases, in the order of the program. Its last cases may leave a process behind or
+#: fill the device, so they must run last.
 CASES = [name for name in re.findall(r"CASE\((\w+)\)", SOURCE.read_text()) if name != "name"]
 
-#: ``tests/emulator`` runs all cases. A few of them run here, to test this way of running them.
+#: The cases that run here on an emulated device, too, to test this file. On the emulated driver,
+#: ``tests/emulator`` runs all cases.
 EMULATED = {"version", "kernel", "state_machine"}
 
-#: The time-out of one case in seconds. The program itself waits 60 s for an answer. But a driver
-#: answers within a second, so this test can stop the program earlier.
+#: The time-out of one case, in seconds. It is shorter than the program's own time-out of 60 s for
+#: an answer: a driver answers within a second.
 BOUND = 30
 
 
@@ -60,12 +61,12 @@ def test_real_driver_passes_the_conformance_case(program, machine, case, note):
     except subprocess.TimeoutExpired:
         late = True
     finally:
-        # The targets and helpers of the program are in its process group, and may outlive the
-        # program.
+        # Kill the whole process group: the targets and helpers of the program may run longer than
+        # the program.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     if late:
-        # If a process does not end because it hangs in the kernel driver, that is a failure, too.
+        # This raises an error if a killed process hangs in the kernel driver and does not end.
         out, _ = process.communicate(timeout=bound)
     diagnostics = re.findall(r"^# (?!\d+ of)(.*)$", out, re.M)
     skipped = re.search(rf"^ok \d+ - {case} # SKIP (.*)$", out, re.M)

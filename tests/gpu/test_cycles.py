@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A process keeps its bytes over many suspends and resumes, and no process grows.
+"""Many cycles of suspend and resume change no byte of a process and leak no memory.
 
-On a real driver, a test takes about ``GPUPOOL_GPU_SECONDS`` and notes its number of cycles.
+On a real driver, a test lasts for about GPUPOOL_GPU_SECONDS (an environment variable) and notes the
+number of its cycles.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from .machine import MiB
 from .target import target
 from .workloads import expected
 
-#: The planned number of cycles, the smallest number that passes, and the number between two checks
-#: of the bytes.
+#: The most cycles of a test, the fewest cycles of a test, and the number of cycles between two
+#: checks of the bytes.
 CYCLES, LEAST, LOOK = 200, 20, 10
 EMULATED_CYCLES = 20
 
-#: After its first cycles, a process of the service may grow by at most this many bytes. If each
-#: cycle leaks half a MiB, the growth exceeds this limit.
+#: The most bytes by which a process of the service may grow after the fifth cycle. A leak of half a
+#: MiB per cycle exceeds this limit.
 GROWTH = 32 * MiB
 
 
@@ -36,7 +37,8 @@ async def test_many_suspends_lose_no_byte_and_leak_no_memory(machine, workload, 
             resumes: list[float] = []
             driver: list[float] = []
             left: list[int] = []
-            # The suspended process, the resumed process, the worker, the monitor.
+            # For each cycle, the resident bytes of four processes: the suspended process, the same
+            # process after its resume, the worker, and the monitor.
             hosts: list[tuple[int, int, int, int]] = []
             deadline, done, warnings = time.monotonic() + SECONDS, 0, 0
             while done < wanted and (done < LEAST or time.monotonic() < deadline):

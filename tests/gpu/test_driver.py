@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The device service on the machine's driver: what it finds, and how it suspends
+"""Tests the device service on the machine's driver: how it finds the devices, and how it suspends
 each kind of process.
 """
 
@@ -25,8 +25,8 @@ from .machine import GiB, MiB
 from .target import target
 from .workloads import expected
 
-#: Seconds: the lock's time-out in these tests, and the duration of a GPU kernel that runs longer
-#: than the time-out.
+#: The lock's time-out in these tests, and the run time of a GPU kernel that outlasts this time-out,
+#: both in seconds.
 LOCK = 0.5
 SPIN = 3 * LOCK
 
@@ -64,7 +64,7 @@ async def test_service_finds_the_device_and_tests_it(machine, note):
         assert service.cuda_version
         assert (device.can_suspend, device.tier) == (True, "unguarded"), device.tier_reason
         assert (tested.can_suspend, service.untested) == (True, set()), tested.tier_reason
-        # The service measures this value, and does not use a fixed value.
+        # The self-test measures the size of a context. It must be a plausible size.
         assert 0 < tested.context_bytes < 2 * GiB
         assert device.emulated is not machine.real
     finally:
@@ -100,11 +100,9 @@ async def test_memory_figures_of_a_device_add_up(machine, note):
 
 
 async def test_sample_during_a_copy_reports_no_device_as_lost(machine, note):
-    """NVML may delay its answer until the copy ends. In that case samples wait, and no device
-    counts as lost.
-    """
-    # On an emulated device, a small size is enough: there is a sample during each copy, whatever
-    # its size. The hash of the array takes most of the test's time.
+    """A sample may take long, as NVML may answer only after the copy. No device counts as lost."""
+    # On an emulated device, a small array is enough: a sample is taken during each copy, however
+    # short. A large array would take more time, mainly for its hash.
     size = machine.bytes(2 * GiB)
     async with bench(machine) as found, target("cuda-core", found.env) as process:
         await process.do("put", "x", size, 3)
@@ -131,7 +129,7 @@ async def test_sample_during_a_copy_reports_no_device_as_lost(machine, note):
 
 
 async def stateless(found, process, outcome):
-    """Check that the suspend of a process without a context freed nothing, or did not happen."""
+    """Check the suspend of a process without a context: it has freed nothing, or was not needed."""
     if outcome.status == "suspended":
         assert outcome.freed == {found.uuid: 0}, outcome
         assert await found.state(process) == "checkpointed"
@@ -152,9 +150,10 @@ async def test_process_without_cuda_has_nothing_to_suspend(machine, note):
 
 
 async def test_process_that_only_uses_nvml_is_unharmed_by_a_suspend(machine, note):
-    """Driver 580.159.04 suspends the process as if it had called cuInit. The emulated one does not.
+    """Driver 580.159.04 suspends such a process as if it had called cuInit.
 
-    The service does not move a session with such a process to other devices. This is safe.
+    The emulated driver does not suspend it. In both cases, the service does not move the session of
+    such a process to other devices, so nothing is lost.
     """
     async with bench(machine) as found, target("cuda-core", machine.env, start=False) as process:
         seen = await process.do("nvml")
@@ -191,7 +190,7 @@ async def test_process_that_only_called_cuinit_has_no_state(machine, note):
 
 
 async def test_driver_gives_known_answers_for_each_kind_of_process(machine, note):
-    """``calls.probe`` relies on these answers, so this test asks the driver itself."""
+    """Ask the driver directly for the answers on which the service's ``calls.probe`` relies."""
     async with bench(machine) as found, target("cuda-core", found.env, start=False) as asker:
         for kind, begin in (("none", "pid"), ("nvml", "nvml"), ("cuinit", "init")):
             async with target("cuda-core", found.env, start=False) as process:
@@ -254,10 +253,9 @@ async def test_suspend_does_not_stop_a_gpu_kernel_that_runs_too_long(machine, no
 
 
 async def test_call_made_during_a_suspend_waits_and_takes_effect_once(machine, note):
-    """A launch waits in the driver.
+    """A suspended process launches a kernel. The launch waits in the driver until the resume.
 
-    A synchronisation would crash there with a segmentation fault, so the request begins with a
-    launch.
+    A synchronisation would end with a segmentation fault there. So the process launches first.
     """
     size = machine.bytes(64 * MiB)
     async with bench(machine) as found, target("cuda-core", found.env) as process:
@@ -281,8 +279,9 @@ async def test_call_made_during_a_suspend_waits_and_takes_effect_once(machine, n
 
 
 async def test_nvml_of_a_suspended_process_answers_after_the_resume(machine, note):
-    """Driver 580.159.04 blocks such a call until the unlock. The test notes
-    whether a locked process waits, too.
+    """With driver 580.159.04, NVML calls of a suspended process wait until its unlock.
+
+    The test also notes whether they wait in a process that is only locked.
     """
 
     async def blocks():
@@ -315,7 +314,7 @@ async def test_nvml_of_a_suspended_process_answers_after_the_resume(machine, not
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 async def test_suspended_process_ended_by_signals_leaves_no_memory(machine, name, note):
-    """The test notes whether the process ends at once, and asserts that SIGKILL ends it."""
+    """SIGKILL ends a suspended process. The test only notes whether the other signal also does."""
     async with bench(machine) as found, target("cuda-core", found.env) as process:
         await process.do("put", "a", machine.bytes(256 * MiB), 1)
         there = await found.suspend(process)

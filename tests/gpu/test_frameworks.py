@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Each framework is suspended and resumed without the guard, and then continues to compute."""
+"""Without the guard, a process of each framework computes right after a suspend and a resume."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ async def test_framework_is_suspended_and_resumed(machine, workload, note):
                 processes=len(there.processes),
             )
             assert there.status == "suspended", there
-            # The service has already waited for NVML. These seconds are in addition to the
-            # service's wait.
+            # The suspend has already waited until NVML shows the freed memory. Note how much longer
+            # it takes until the device is empty.
             note(still_listed_s=round(await found.empty(process), 3))
             left = await found.used()
             note(
@@ -62,8 +62,8 @@ async def test_framework_is_suspended_and_resumed(machine, workload, note):
             back = await found.resume(process, there)
             note(resume=speeds(back), resume_status=back.status, resume_message=back.message)
             assert back.status == "resumed", back
-            # A resume without enough room is fatal, so the pool reserves as many bytes as were
-            # freed.
+            # The pool reserves these bytes for the resume. They must be enough, because a resume
+            # without enough room is fatal for the process.
             reserved = there.freed[found.uuid] + PoolSettings().resume_headroom
             took = await found.used() - left
             note(took_mib=took >> 20, host_after_mib=bytes_of(process.pid) >> 20)

@@ -1,10 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Frameworks in notebooks under the guard. They start without a GPU, get it, lose it, and get it
-back.
+"""Notebooks of each framework under the guard get the GPU, lose it, and get it back.
 
-Each notebook asks for most of the device. The neighbour that takes the device in between also asks
-for most of it. Only one of the two can have the device at a time.
+A notebook has no GPU before its first CUDA call. The slice of a notebook is most of the device, and
+so is the slice of its neighbour. So only one of the two can have the device at a time.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def test_notebook_gets_its_bytes_back_after_a_neighbours_turn(pooled, notebook, 
         note(counted=session["used_bytes"], nvml=seen)
         assert seen is None or seen >= large + small
 
-        # The state goes to host memory on demand, and no memory stays on the device.
+        # Release the slice: the state moves to host memory, and the device is empty.
         process = psutil.Process(int(pid))
         resident = process.memory_info().rss
         with measured(note, "suspend_seconds"):
@@ -74,12 +73,12 @@ def test_notebook_gets_its_bytes_back_after_a_neighbours_turn(pooled, notebook, 
         assert session["suspended_bytes"] >= large + small, session
         note(left=await pooled.empty(notebook, neighbour))
 
-        # A neighbour has most of the device, and computes.
+        # Let the neighbour compute, with a slice of most of the device.
         with measured(note, "neighbour_seconds"):
             await pooled.taken(neighbour)
         assert notebook.session["state"] == "detached"
 
-        # The next call waits for the slice, and every byte is back.
+        # The next call waits until the notebook has its slice and all its bytes again.
         with measured(note, "resume_seconds"):
             await notebook.steps("small", 1, 5)
         session = notebook.session
@@ -106,7 +105,8 @@ pynvml.nvmlInit()
 print(pynvml.nvmlDeviceGetCount(), pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
 """
 
-#: PyTorch asks NVML for the number of devices, and keeps the answer.
+#: PyTorch asks NVML for the number of devices. Clear the answer that PyTorch has kept, so that it
+#: asks again.
 TORCH_NVML = (
     NVML
     + """
@@ -116,7 +116,7 @@ if torch.version.cuda:
 """
 )
 
-#: A thread asks NVML again and again, like a collector of metrics.
+#: Starts a thread that calls NVML every 20 ms, like a collector of metrics.
 POLL = """
 import threading
 import pynvml
@@ -133,8 +133,9 @@ threading.Thread(target=poll, daemon=True).start()
 
 @workloads("cuda-core", "torch")
 def test_an_nvml_call_resumes_a_suspended_notebook(pooled, notebook, neighbour, note):
-    """The driver blocks NVML calls in a suspended process, so the guard asks for
-    the slice first.
+    """The guard asks for the slice before it passes an NVML call of a suspended process to NVML.
+
+    Without the slice, the driver would block the call.
     """
     size = pooled.machine.bytes(SMALL)
     cell = TORCH_NVML if notebook.workload == "torch" else NVML

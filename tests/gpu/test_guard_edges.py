@@ -13,7 +13,7 @@ from .conftest import workloads
 from .session import MiB, Notebook, measured
 from .workloads import expected
 
-#: On emulated devices, other tests check the same behaviour of the product.
+#: These tests are for real drivers. Other tests check the same behaviour on emulated devices.
 pytestmark = pytest.mark.long
 
 
@@ -55,9 +55,9 @@ async def interrupted(notebook, code):
 def test_framework_works_after_its_first_call_was_interrupted(
     pooled, notebook, neighbour, workload, tmp_path, note
 ):
-    """The cell waits before its process has a context.
+    """The user interrupts the framework's first CUDA call, in its search for a device.
 
-    A framework may keep the result of its first search for a device.
+    The next call must find the device. A framework may keep the result of the first search.
     """
     size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
     begin = f"work = workloads.WORKLOADS[{workload!r}][0]()\nwork.put('mine', {size}, 1)"
@@ -101,8 +101,9 @@ def test_interrupted_wait_leaves_the_state_in_host_memory(
 def test_first_interrupt_does_not_end_a_call_with_donated_arrays(
     pooled, notebook, neighbour, workload, tmp_path
 ):
-    """If a JAX call fails, its donated arrays are lost. So the first interrupt ends neither the
-    call nor the cell.
+    """After the first interrupt, the call still waits, and the cell later ends without an error.
+
+    If this interrupt ended the call, JAX would lose the donated arrays of the call.
     """
     size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
 
@@ -155,7 +156,7 @@ def test_processes_of_a_notebook_share_and_follow_its_slice(
         session = await notebook.release()
         note(suspended=session["suspended_bytes"])
         assert session["suspended_bytes"] >= 2 * size
-        # A driver takes a little memory that it lists for no process.
+        # Allow some foreign memory: a driver uses a little memory that it lists for no process.
         foreign = [device["memory_foreign"] for device in pooled.pool.devices()]
         note(foreign=foreign)
         assert max(foreign) < size // 2, "the other process's memory counted as nobody's"
@@ -167,8 +168,8 @@ def test_processes_of_a_notebook_share_and_follow_its_slice(
         await notebook.cell("ask('steps', 'theirs', 2, 3)")
         assert await notebook.cell("print(ask('digest', 'theirs'))") == expected(size, 5, 6)
         await notebook.cell("child.stdin.close(); assert child.wait(30) == 0")
-        # A framework loads code with its first GPU kernels, so one process may use more memory
-        # than before.
+        # Do not compare with ``one``: since then, the framework may have loaded code for its GPU
+        # kernels.
         await notebook.wait("to count one process", lambda s: s["used_bytes"] <= both - size)
 
     pooled.play(scenario())

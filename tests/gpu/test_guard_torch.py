@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""PyTorch features beyond arithmetic. In the middle of each test, a neighbour takes the device."""
+"""Features of PyTorch continue after a neighbour has had the device in the middle of a test."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(free, total, properties.total_memory)
 @workloads("torch")
 def test_torch_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbour, note):
     async def scenario():
-        # The question whether a device exists needs no slice, and sends no message to the broker.
+        # The guard tells PyTorch without a slice that one device exists.
         await notebook.cell(FREE)
         session = notebook.session
         assert (session["state"], session["granted_bytes"]) == ("detached", 0), session
@@ -58,14 +58,14 @@ def test_torch_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbou
         assert abs(total - free - used) <= pooled.machine.bytes(64 << 20), (free, used)
         summary = await notebook.cell("print(torch.cuda.memory_summary())")
         assert "CUDA OOMs: 0" in summary, summary
-        # After the release of the slice, the same questions do not bring the slice back.
+        # The same calls also need no slice after the slice has been released.
         session = await notebook.release()
         await pooled.taken(neighbour)
         await notebook.cell(FREE + "torch.cuda.get_device_name(0)")
         assert notebook.session["state"] == "detached"
         assert notebook.session["resumes"] == session["resumes"]
-        # The guard could answer this question without the slice. But CUDA's runtime may also ask
-        # other questions, and these questions need the slice.
+        # The guard itself could answer mem_get_info without the slice. But CUDA's runtime may also
+        # make other calls here that need the slice. So only note whether the notebook resumes.
         assert int(await notebook.cell("print(torch.cuda.mem_get_info()[1])")) == total
         note(size_asked_for_the_slice=notebook.session["resumes"] > session["resumes"])
         await notebook.cell("assert int(x.sum()) == 1 << 20")

@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""SIGKILL at the worst moments: device data is right or reported as lost, and its memory is freed.
+"""Kills of a process, worker or monitor in the middle of a suspend or resume.
 
-The tests recognise the middle of a suspend or resume from outside. They see that bytes move between
-the process's host memory and the device, or that half of the usual seconds have passed. Each test
-notes the sign that it saw, or that the driver was too fast. In each case, the same assertions hold.
+After a kill, the device data must be right or reported as lost, and no device memory may remain in
+use. The tests recognise the middle of an operation by a sign: bytes have moved between host memory
+and the device, or half of the usual time has passed. Each test notes the sign, or that the driver
+was too fast. The assertions are the same with each sign.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from .machine import GiB, MiB
 from .target import Target, target
 from .workloads import expected, expected_fingerprint
 
-#: On emulated devices, other tests check the same behaviour of the product.
+#: These tests are for real drivers. Other tests check the same behaviour on emulated devices.
 pytestmark = pytest.mark.long
 
 FIRST = 9
 
-#: Seconds for an operation whose process or worker was killed. The operation may end only when the
-#: time-out of its driver call has passed.
+#: The time-out, in seconds, of an operation whose process or worker was killed. It is long because
+#: the operation may end only after the time-out of its driver call.
 SETTLING = 75.0
 
-#: The seconds that the driver takes for an undisturbed suspend and for an undisturbed resume on
-#: this machine.
+#: The seconds of an undisturbed suspend ("checkpoint") and an undisturbed resume ("restore") in the
+#: driver of this machine.
 _usual: dict[str, float] = {}
 
 
@@ -43,7 +44,7 @@ def size_of(found: Bench) -> int:
 
 
 async def prepare(found: Bench, process: Target) -> None:
-    """Give a process its bytes, and measure the time of a suspend and a resume."""
+    """Write the data of a process to the device. The first call also measures the usual times."""
     await process.do("put", "x", size_of(found), FIRST)
     if not _usual:
         there, back = await found.there_and_back(process)
@@ -58,7 +59,7 @@ async def right(found: Bench, process: Target) -> None:
 
 
 async def middle(found: Bench, process: Target, op: str, task: asyncio.Task[Any]) -> str:
-    """Wait until the driver is in the middle of ``op``; return the sign that showed it."""
+    """Wait for the middle of ``op``; return its sign, or "over" if ``op`` has ended before."""
     host, used = bytes_of(process.pid), await found.used()
     part = size_of(found) // 4
     while found.worker.current != op:
@@ -66,7 +67,7 @@ async def middle(found: Bench, process: Target, op: str, task: asyncio.Task[Any]
             return "over"
         await asyncio.sleep(0.001)
     begin = time.monotonic()
-    look = asyncio.create_task(found.used())  # the driver may delay this answer until the copy ends
+    look = asyncio.create_task(found.used())  # may not answer before the end of the copy
     try:
         while found.worker.current == op:
             if abs(bytes_of(process.pid) - host) >= part:
@@ -85,8 +86,9 @@ async def middle(found: Bench, process: Target, op: str, task: asyncio.Task[Any]
 
 
 async def as_new(found: Bench, *gone: Target) -> float:
-    """Check that the device is empty and serves a new process; return the seconds
-    until it was empty.
+    """Wait until the device is empty, and check that a new process can use it.
+
+    Return the seconds of the wait.
     """
     seconds = await found.empty(*gone)
     async with target("cuda-core", found.env) as new:
@@ -124,8 +126,10 @@ async def test_monitor_killed_during_a_suspend_is_started_again(machine, note):
 
 @pytest.mark.parametrize("op", ["checkpoint", "restore"])
 async def test_state_lost_by_a_killed_worker_is_reported(machine, op, note):
-    """According to reports, a suspend completes if its caller dies, but a resume leaves the process
-    locked.
+    """A killed worker loses no state, or the outcome reports the loss ("failed" or "hung").
+
+    According to reports, a suspend completes even if its caller dies. A resume then leaves the
+    process locked.
     """
     async with bench(machine) as found:
         async with target("cuda-core", found.env) as process:

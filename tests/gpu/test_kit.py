@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The tests' own tools: a process that computes, has known bytes, and ends on request."""
+"""Tests the process that the other tests use: it computes, has known bytes, and ends on request."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ async def test_request_to_an_ended_process_raises_an_error(machine):
 
 
 async def test_fingerprint_is_known_without_a_gpu(machine):
-    """The fingerprint is for arrays that are too large to hash. In this test, the values exceed
-    uint32 and continue at 0.
+    """The fingerprint of an array is as expected, also if the values overflow uint32.
+
+    Other tests use the fingerprint for arrays that are too large to hash.
     """
     first, size = (1 << 32) - 1000, 4 * MiB
     async with target("cuda-core", machine.env) as process:

@@ -12,15 +12,15 @@ from .conftest import workloads
 from .session import GiB, MiB, Notebook, items, stage
 from .workloads import expected
 
-#: On emulated devices, other tests check the same behaviour of the product.
+#: These tests are for real drivers. Other tests check the same behaviour on emulated devices.
 pytestmark = pytest.mark.long
 
-#: Each framework's error about missing memory: its name, and a part of its text.
+#: The out-of-memory error of each framework: the name of the exception, and a part of its text.
 TOLD = {
     "cuda-core": ("CUDAError", "CUDA_ERROR_OUT_OF_MEMORY"),
     "torch": ("OutOfMemoryError", "CUDA out of memory"),
     "torch-expandable": ("OutOfMemoryError", "CUDA out of memory"),
-    # PyTorch writes the device's number as a character: for device 0 the text ends there.
+    # PyTorch writes the device's number 0 as the character NUL, which ends the text.
     "torch-async": ("OutOfMemoryError", "Allocation on device "),
     "cupy": ("OutOfMemoryError", "Out of memory allocating"),
     "jax": ("RuntimeError", "RESOURCE_EXHAUSTED"),
@@ -66,7 +66,7 @@ def test_exceeding_the_slice_raises_the_frameworks_own_error(
         assert failed.ename.endswith(name), failed
         assert words in failed.evalue, failed
         assert "GPU pool:" in failed.traceback + failed.text + " ".join(failed.displays), failed
-        # The error has no other effect: the bytes and the remaining room are as before.
+        # The failed allocation has changed nothing: the bytes are right, and another array fits.
         await notebook.steps("mine", 2, 5)
         assert await notebook.digest("mine") == expected(some, 3, 10)
         await notebook.put("more", some, 4)
@@ -110,8 +110,8 @@ def test_nine_tenths_of_a_slice_can_be_allocated(pooled, notebook, note):
         session = notebook.session
         assert most <= session["used_bytes"] <= session["granted_bytes"] == size, session
         _, left, total = (await notebook.cell(MEMORY)).split()[-3:]
-        # A framework's memory pool allocates blocks of up to 32 MiB. It may have allocated one of
-        # its blocks before this test read the free memory for the first time.
+        # Allow for one block of up to 32 MiB: a framework's memory pool may have allocated it
+        # before the first reading of the free memory.
         assert int(free) - int(left) >= most - pooled.machine.bytes(32 * MiB)
         assert int(total) == size
         lines = await notebook.cell(NVML.format(uuid=pooled.device["uuid"]))
@@ -141,7 +141,7 @@ def test_slice_changes_its_size_while_the_notebook_runs(pooled, notebook, slice_
         assert session["suspends"] == 0, session
         assert await notebook.digest("mine") == expected(some, 1)
 
-        # The pool refuses a size below the memory in use, and changes nothing.
+        # The pool refuses a slice that is smaller than the used memory. The slice stays as it is.
         await notebook.wait("to be measured", lambda s: (s["footprint_bytes"] or 0) >= more)
         refused = await notebook.run(f"%gpu {text(slice_)}")
         said = f"{refused.text} {refused.evalue}"
@@ -149,7 +149,7 @@ def test_slice_changes_its_size_while_the_notebook_runs(pooled, notebook, slice_
         assert "Free memory first" in said, refused
         assert notebook.session["granted_bytes"] == 2 * slice_
 
-        # After this memory is free, a smaller size becomes the new limit.
+        # After the notebook has freed memory, the pool makes the slice smaller.
         await notebook.free("more")
         await notebook.wait("to be measured", lambda s: (s["footprint_bytes"] or 0) < slice_)
         note(smaller_then=await notebook.cell(f"%gpu {text(slice_)}"))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A client of NVIDIA's multi-process service. Reports say that the driver cannot suspend it."""
+"""A client of NVIDIA's multi-process service (MPS). According to reports, no driver suspends it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ CONTROL = "nvidia-cuda-mps-control"
 
 @pytest.fixture
 def daemon(machine, tmp_path):
-    """Run a control daemon for this test, separate from any other; yield the
-    variables for its clients.
-    """
+    """Run an MPS control daemon for this test alone; yield the variables for its clients."""
     if shutil.which(CONTROL) is None:
         pytest.skip(f"{CONTROL} is not installed")
     mine = {}

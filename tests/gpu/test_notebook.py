@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whole notebooks: the demo of ``make run``, and a training loop that is suspended half-way."""
+"""Two longer runs: the demo of ``make run``, and a training loop that is suspended half-way."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def pooled(machine, kernelspec, request):
 
 
 class Running:
-    """A notebook on a kernel of the pool; nbclient runs it cell by cell."""
+    """A notebook document that nbclient runs cell by cell on a kernel of the pool."""
 
     def __init__(self, notebook: Notebook, cells: list[str]) -> None:
         self.notebook = notebook
@@ -76,7 +76,7 @@ class Running:
         ]
 
     def close(self) -> None:
-        """Disconnect from the kernel; this client must not end it."""
+        """Disconnect nbclient from the kernel without ending the kernel."""
         self._client.kc.stop_channels()
 
 
@@ -114,7 +114,7 @@ def test_loop_gives_the_same_results_if_suspended_half_way(pooled, workload, not
         assert all(printed), printed
         assert printed == plain.outputs()
 
-        # Both notebooks are idle, and the device is as empty as at the start.
+        # With both notebooks suspended, no memory of the tests may remain on the device.
         await notebook.release()
         note(left=await pooled.empty(notebook, neighbour))
         lent.close()

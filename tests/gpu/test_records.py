@@ -1,12 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Answers of the machine's driver without a device, compared with the emulated driver's answers.
+"""Compares the driver of a GPU machine with the emulated driver, without the use of a device.
 
-The records of ``tests/driver_records`` come from drivers that answer without a GPU, and from
-drivers of GPU machines. On a GPU machine, these tests ask its driver the same questions. They leave
-out the questions that need a device, and the questions that need a machine without a device. They
-note the answers for another record. A difference is an error of the emulation, or has one of the
-reasons in ``tests/emulator/parity.py``.
+The tests ask both drivers the questions of ``tests/driver_records`` that need neither a device nor
+a machine without a device. A difference must have one of the reasons in
+``tests/emulator/parity.py``. Otherwise it is an error of the emulation. The tests also note the
+answers, from which a new record can be made.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ def _record(env: dict[str, str], *options: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(machine):
-    """The record of the machine's driver.
+    """Return the record of the machine's driver.
 
-    If the driver is the emulated one, the record is short and only shows that the recorder works.
+    On an emulated machine, the record is short. It only shows that the recorder works.
     """
     return _record(machine.env, *([] if machine.real else ["--quick"]))
 
 
 @pytest.fixture(scope="module")
 def emulated(machine):
-    """The record of the emulated driver, without a device."""
+    """Return the record of the emulated driver, made without an emulated device."""
     build.compile()
     return _record(machine.env, str(library_dir()))
 

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Resumes after another process has taken the memory.
+"""Resumes of a process after another process has taken the device's memory.
 
-According to reports, a restore without enough free memory loses the process permanently. So the
-service first checks for room. The last test makes the driver try a restore without room.
+According to reports, a driver loses a process permanently if it restores the process without enough
+free memory. So the service first checks the free memory. The last test leaves out this check.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FIRST = 5
 
 
 async def fill(found: Bench, process: Target, part: float, cap: int) -> tuple[int, int]:
-    """Give a process this part of the device; return its size and the number of known bytes.
+    """Let a process allocate ``part`` of the device; return the size and the bytes with known data.
 
-    On an emulated device, nothing touches most of this memory, so it costs nothing.
+    On an emulated device, at most 64 MiB have data. The rest costs no host memory.
     """
     size = share(found.device, part, cap=cap)
     known = size if found.machine.real else min(size, 64 * MiB)
@@ -42,7 +42,7 @@ async def fill(found: Bench, process: Target, part: float, cap: int) -> tuple[in
 async def suspended(
     found: Bench, part: float = 0.4, cap: int = 24 * GiB
 ) -> AsyncIterator[tuple[Target, SuspendOutcome, int]]:
-    """Yield a suspended process, the outcome of its suspend, and its number of known bytes."""
+    """Yield a suspended process, the outcome of its suspend, and its bytes with known data."""
     async with target("cuda-core", found.env) as process:
         _, known = await fill(found, process, part, cap)
         there = await found.suspend(process)
@@ -79,11 +79,11 @@ async def test_resume_without_room_leaves_the_state_in_host_memory(machine, note
 
 @pytest.mark.parametrize("headroom", [PoolSettings().resume_headroom, 0])
 async def test_resume_fits_in_the_memory_that_its_suspend_freed(machine, headroom, note):
-    """For a resume, the bytes that the suspend freed are enough. Another process may have all other
-    memory.
+    """A resume works if another process leaves free what the pool reserves for the resume.
 
-    The pool also reserves some headroom, unless a session fills its whole slice. If this test
-    fails, the pool reserves too little headroom. This would be fatal for the process.
+    The pool reserves the bytes that the suspend has freed, and in most cases ``resume_headroom``.
+    It reserves no headroom for a session that fills its slice. If this test fails, the pool
+    reserves too little, and a resume in the pool would be fatal for the process.
     """
     async with bench(machine) as found:
         async with suspended(found, 0.25, machine.bytes(4 * GiB)) as (process, there, known):
@@ -104,24 +104,25 @@ async def test_resume_fits_in_the_memory_that_its_suspend_freed(machine, headroo
                     f"Of {free / MiB:.1f} MiB free, where {need / MiB:.1f} MiB had been freed, "
                     f"a resume was {back.status}: {back.message}"
                 )
-            # This step comes last because loading a kernel takes memory, too.
+            # Only now has the other process ended. The load of a kernel needs memory, too.
             await process.do("steps", "x", 1, 9)
             await still_right(process, known, 9)
         await found.empty(process, other)
 
 
 async def test_restore_without_room_fails_and_leaves_no_memory_in_use(machine, note):
-    """The design assumes that the driver loses the process permanently.
+    """After a restore without room, the service must not report the process as resumed.
 
-    If this test shows that a later resume works, the service may try again. The service must never
-    report a lost process as resumed. A process that has ended must leave no memory in use.
+    The service assumes that the driver has lost the process permanently. The test notes whether a
+    later resume with room works. If it works on real drivers, the service could try again. After
+    the end of the process, no device memory may remain in use.
     """
     async with bench(machine) as found:
         async with suspended(found, 0.4, machine.bytes(8 * GiB)) as (process, there, known):
             async with target("cuda-core", found.env) as other:
                 await found.leave(other, there.freed[found.uuid] // 2)
-                # The request does not say how many bytes the resume needs, so the service tries
-                # the resume.
+                # Without ``need``, the service does not check the free memory, and the driver tries
+                # the restore.
                 back = await asyncio.wait_for(found.resume(process), 60.0)
                 note(
                     status=back.status,

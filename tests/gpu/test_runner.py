@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The runner of ``make gpu`` ends a hanging file with its children, and keeps the results."""
+"""The runner of ``make gpu`` kills a hanging test file with its children, and keeps the results."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_passes():
     pass
 """
 
-#: This file hangs in its import, where no time-out of a test applies. Its child has its own
-#: session.
+#: A test file that hangs during its import, so the time-outs of its tests have no effect. It has a
+#: child process in a separate session.
 HANGS = """
 import pathlib, subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -47,7 +47,10 @@ time.sleep(600)
 
 @pytest.fixture
 def items(tmp_path, monkeypatch):
-    """Test files with the conftest of this suite, run by a pytest that loads few plugins."""
+    """Return ``make(name, text)``, which writes a test file with the conftest of ``tests/gpu``.
+
+    Pytest runs the file with few plugins.
+    """
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
 
@@ -83,9 +86,10 @@ def test_runner_does_not_touch_processes_of_others(items):
 
 
 def test_hanging_file_is_ended_with_all_its_processes(items):
-    """The runner adopts orphans, so it runs in its own process.
+    """The runner also kills a child in a separate session, because it adopts orphans.
 
-    The file gets 15 s. Even on a busy machine, the file must start its child in this time.
+    So that it does not adopt orphans of this test run, the runner is a separate process. Its
+    time-out is 15 s: even on a busy machine, the file starts its child in this time.
     """
     item = items("h", HANGS)
     program = (
@@ -117,7 +121,7 @@ def test_runner_continues_with_the_files_that_have_not_run(items, tmp_path, caps
     assert command.go_through((one, two), book, options(minutes=1)) == 2
     assert "Run it again for" in capsys.readouterr().out
     with book.path.open("a") as out:
-        # The record ends like this if the machine is lost while the runner writes.
+        # A lost machine can leave such an incomplete last line in the record.
         out.write('{"item": "cut o')
     again = record.Record.at(tmp_path / "out", DEVICE)
     assert again.path == book.path

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Two processes that do not fit on the device together use it in turns."""
+"""Two processes take turns on a device that has no room for both at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .machine import GiB, MiB
 from .target import Target, target
 from .workloads import expected_fingerprint
 
-#: The planned number of swaps, and the smallest number that passes.
+#: SWAPS: the number of swaps that the test does if the time is enough. LEAST: the number of swaps
+#: that the test does even if the time is over.
 SWAPS, LEAST = 20, 4
 EMULATED_SWAPS = 5
 
@@ -20,11 +21,11 @@ FIRST = {"a": 11, "b": 22}
 
 
 async def test_two_processes_that_do_not_fit_together_take_turns(machine, note):
-    """Each process has 60 % of the device, or as much as the driver can copy in the given time.
+    """Each process takes 60 % of the device, at most 12 GiB, and at most what fits in host memory.
 
-    If the driver cannot copy 60 % in time, a third process takes the rest of the device, so that
-    the two still do not fit together. On an emulated device, nothing touches most of their memory,
-    so it costs nothing.
+    A third process leaves 5/3 of this size free. So the two processes never fit on the device
+    together. On the emulated device, the test writes to only 32 MiB of each process. The rest of
+    the memory costs no host memory.
     """
     wanted = SWAPS if machine.real else EMULATED_SWAPS
     async with bench(machine) as found:
@@ -75,7 +76,7 @@ async def test_two_processes_that_do_not_fit_together_take_turns(machine, note):
                 last=speeds(out[off[0]]),
                 threads="".join(sorted(threads(off[1].pid))),
             )
-            # The suspended process is intact, even after the end of the other process.
+            # The other two processes end. The suspended process must still resume with its data.
             await on[1].kill()
             await other.kill()
             await found.empty(on[1], other)

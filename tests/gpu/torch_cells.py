@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Cells with PyTorch: code before a suspend, and assertions after it.
+"""Pairs of PyTorch cells: one cell runs before a suspend, and one checks the results after it.
 
-Some can also run without a GPU (``GPUPOOL_TEST_TORCH_DEVICE=cpu``).
+Some pairs can also run without a GPU (``GPUPOOL_TEST_TORCH_DEVICE=cpu``).
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ assert torch.equal(there.cpu(), late)
 """,
 )
 
-#: After the suspend, streams from before it record events and wait for events. Some events are from
-#: before the suspend, others are new.
+#: The stream is made before the suspend. After the suspend, it records old and new events, and
+#: another stream waits for an old event.
 EVENTS = (
     _DEVICE
     + """
@@ -141,7 +141,8 @@ assert kept[0].elapsed_time(kept[1]) == took
 """,
 )
 
-#: Forked workers load a part of the data before the suspend, and a thread pins their batches.
+#: A data loader forks worker processes, and its thread copies their batches to pinned memory. The
+#: suspend comes when a part of the data is loaded.
 LOADER = (
     _DEVICE
     + """
@@ -177,7 +178,7 @@ del batches, loader
 """,
 )
 
-#: A graph with its own memory pool, and compiled functions with their own graphs.
+#: A CUDA graph of PyTorch has its own memory pool. The cells replay a captured graph.
 GRAPH = (
     _DEVICE
     + """
@@ -212,7 +213,7 @@ with torch.no_grad():
 """,
 )
 
-#: Autograd has a thread for each device, which makes CUDA calls.
+#: Autograd has a thread for each device. This thread makes the backward pass's CUDA calls.
 AUTOGRAD = (
     _DEVICE
     + """

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A GPU kernel for Triton, which reads the source from this file."""
+"""A GPU kernel for Triton. Triton reads the source of the kernel from this file."""
 
 import triton
 import triton.language as tl

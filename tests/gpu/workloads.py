@@ -25,19 +25,20 @@ U32 = np.dtype("<u4")
 
 
 def expected(size: int, first: int, steps: int = 0) -> str:
-    """Return the SHA-256 of an array of ``size`` bytes after work with ``steps``
-    as the sum of all steps.
+    """Return the SHA-256 that an array of ``size`` bytes has after its steps of work.
+
+    ``steps`` is the sum of the steps' values.
     """
     start = np.uint64((first + steps) % (1 << 32))
     return hashlib.sha256((np.arange(size // 4, dtype=np.uint64) + start).astype(U32)).hexdigest()
 
 
-#: The number of pieces of an array in its fingerprint, and the largest size of a piece in bytes.
+#: A fingerprint hashes PIECES pieces of an array. A piece has at most PIECE bytes.
 PIECES, PIECE = 64, MiB
 
 
 def pieces(size: int) -> tuple[list[int], int]:
-    """Return start and length of each piece of an array of ``size`` bytes."""
+    """Return the offsets of the pieces of an array of ``size`` bytes, and the length of a piece."""
     long = min(PIECE, size // PIECES // 4 * 4)
     return [(size - long) * i // (PIECES - 1) // 4 * 4 for i in range(PIECES)], long
 
@@ -60,13 +61,13 @@ def expected_fingerprint(size: int, first: int, steps: int = 0) -> list[Any]:
 
 
 class Workload(Protocol):
-    """What a framework does for the tests; sizes are in bytes, multiples of 4."""
+    """The methods that every framework has for the tests. Sizes are in bytes, multiples of 4."""
 
     def put(self, name: str, size: int, first: int) -> None:
         """Put an array on the device."""
 
     def work(self, name: str, step: int) -> None:
-        """Add ``step`` to each element, with the feature that this workload tests."""
+        """Add ``step`` to each element. The workload does this with the feature that it tests."""
 
     def get(self, name: str) -> Any:
         """Return the array's elements as a NumPy array on the host."""
@@ -125,7 +126,7 @@ class CudaCore:
     def fingerprint(self, name: str) -> list[Any]:
         """Return the sum of all elements, and the SHA-256 of pieces of the array.
 
-        The device computes the sum; hashing 24 GiB would take the host a minute.
+        Only the device reads the whole array. The host would need a minute to hash 24 GiB.
         """
         from cuda.bindings import driver
 
@@ -156,7 +157,7 @@ class CudaCore:
 
         self._buffers.pop(name).close(self._stream)
         self.sync()
-        # cuda-core lets the driver's memory pool keep freed memory.
+        # Memory that cuda-core frees stays in the driver's memory pool. A trim returns the memory.
         result, pool = driver.cuDeviceGetMemPool(self._device.device_id)
         assert result == driver.CUresult.CUDA_SUCCESS, result
         (result,) = driver.cuMemPoolTrimTo(pool, 0)
@@ -166,7 +167,7 @@ class CudaCore:
         self._stream.sync()
 
 
-#: The device of PyTorch's workloads. With the value "cpu", a developer can try their code without a
+#: The device of PyTorch's workloads. The value "cpu" lets a developer try the workloads without a
 #: GPU.
 TORCH_DEVICE = os.environ.get("GPUPOOL_TEST_TORCH_DEVICE", "cuda")
 
@@ -185,9 +186,9 @@ class Torch:
         torch.zeros(1, device=TORCH_DEVICE)
 
     def put(self, name: str, size: int, first: int) -> None:
-        # This is one allocation: otherwise the caching allocator would keep a temporary array of
-        # the same size. The array is filled in parts, because an array of 8 GiB or more has more
-        # elements than int32 can count.
+        # Allocate the array once and fill it in place. With a temporary array, the caching
+        # allocator would keep a second array's memory. Fill the array in parts, because an array
+        # of 8 GiB or more has more elements than int32 can count.
         array = self.torch.empty(size // 4, dtype=self.torch.int32, device=TORCH_DEVICE)
         for start in range(0, size // 4, _PART):
             part = array[start : start + _PART]
@@ -216,7 +217,7 @@ def _signed(value: int) -> int:
 
 
 class TorchExpandable(Torch):
-    """PyTorch whose allocator reserves addresses and maps memory (the VMM calls of the driver)."""
+    """PyTorch with expandable segments: its allocator maps memory by the driver's VMM calls."""
 
     def __init__(self) -> None:
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -225,7 +226,7 @@ class TorchExpandable(Torch):
 
 
 class TorchAsync(Torch):
-    """PyTorch on cudaMallocAsync: the driver's own pools."""
+    """PyTorch with cudaMallocAsync as its allocator, so memory is in the driver's own pools."""
 
     def __init__(self) -> None:
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -235,7 +236,7 @@ class TorchAsync(Torch):
 
 
 class TorchGraph(Torch):
-    """PyTorch's CUDA graphs: captured once for each array, then replayed."""
+    """PyTorch with CUDA graphs. It captures one graph for each array, and replays it for a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +246,8 @@ class TorchGraph(Torch):
     def put(self, name: str, size: int, first: int) -> None:
         super().put(name, size, first)
         step = self.torch.zeros(1, dtype=self.torch.int32, device=TORCH_DEVICE)
-        # The first use may load code, which is not allowed during a capture.
+        # Run the kernel once before the capture. Its first run may load code, and a capture does
+        # not allow this.
         self._arrays[name].add_(step)
         self.sync()
         graph = self.torch.cuda.CUDAGraph()
@@ -263,7 +265,7 @@ class TorchGraph(Torch):
 
 
 class TorchCompile(Torch):
-    """torch.compile: kernels that Triton makes at the first call."""
+    """PyTorch with torch.compile: at the first call, Triton compiles the kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,8 +329,8 @@ class Jax:
     """JAX: code compiled by XLA, and a new array for each step."""
 
     def __init__(self) -> None:
-        # By default, JAX takes three quarters of the device, so a suspend would take as much host
-        # memory.
+        # By default, JAX allocates three quarters of the device's memory. A suspend would copy all
+        # these bytes to host memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         import jax
 
@@ -354,8 +356,8 @@ class Jax:
         self._arrays[name] = self._step(self._arrays[name], np.uint32(step))
 
     def get(self, name: str) -> Any:
-        # An array caches the result of its first read. A new array in the same memory has nothing
-        # cached.
+        # A JAX array caches its bytes on the host when it is read. A step makes a new array, so the
+        # read below copies from the device.
         self.work(name, 0)
         return np.asarray(self._arrays[name])
 
@@ -405,7 +407,7 @@ class Numba:
         self._cuda.synchronize()
 
 
-#: For each test name: the class, and the package whose version counts.
+#: For each name of a workload: its class, and the package whose version the tests record.
 WORKLOADS: dict[str, tuple[type[Any], str]] = {
     "cuda-core": (CudaCore, "cuda-core"),
     "torch": (Torch, "torch"),

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sessions under the guard on an emulated machine. The test itself controls the broker.
+"""Fixtures for sessions under the guard on an emulated machine. The test acts as the broker.
 
-Everything that touches the driver runs in a child with its own environment.
+All code that uses the driver runs in a child process with its own environment.
 """
 
 import ast
@@ -33,8 +33,9 @@ HERE = Path(__file__).parent
 #: Seconds that a test waits for a child's answer. A child without an answer hangs.
 TIMEOUT = 60
 
-#: A child that executes the statements that the test sends, and answers with repr(_). Calls of C.*
-#: release the interpreter's lock, as most frameworks do. Calls of P.* keep the lock.
+#: The code of a child. The child executes the statements that the test sends, and answers with
+#: repr(_). Calls of C.* release the interpreter's lock, as in most frameworks. Calls of P.* keep
+#: the lock.
 CHILD = r"""
 import ast, ctypes, os, signal, sys, threading, time
 
@@ -130,7 +131,11 @@ class Child:
 
 
 class Broker:
-    """A broker's socket. ``answer`` gets a message and returns a dict, or None for no answer."""
+    """A broker on a socket.
+
+    The test sets ``answer``: a function that gets a message and returns the answer as a dict, or
+    None for no answer.
+    """
 
     def __init__(self, path):
         self.path = path
@@ -138,11 +143,11 @@ class Broker:
         #: Requests before cuInit. The broker answers them at once, and does not add them to
         #: ``messages``.
         self.homes = []
-        #: Requests for a lost page. For each request, the broker calls ``page``. It returns true if
-        #: the page is available again.
+        #: Requests for a lost page. For each request, the broker calls ``page``. ``page`` returns
+        #: true if it has put the page back.
         self.pages = []
         self.page = lambda: False
-        self.passes = []  # descriptors to send with the answer to a request for a page
+        self.passes = []  # the answer to a request for a page carries these descriptors
         self.home = lambda: None
         self.open = 0  # connections that wait for an answer
         self.answer = lambda message: None
@@ -210,7 +215,8 @@ class Broker:
 
     def stop(self):
         """Close the socket and all connections, as if the broker were killed."""
-        # With close() alone, the socket stays open while a thread waits in accept().
+        # close() does not wake the thread that waits in accept(), and this thread keeps the socket
+        # open. shutdown() wakes the thread.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -267,13 +273,13 @@ class Session:
         self.page.set_gate(pages.UNUSED)
 
     def attach_on_request(self, message=None):
-        """Return the answer that the broker would give. For "attach", open the gate first."""
+        """Answer a message as the broker would. If the message is "attach", open the gate first."""
         if message["type"] == "attach":
             self.page.set_gate(pages.UNUSED)
         return {"type": "ok", "epoch": 1}
 
     def child(self, command=None, **variables):
-        """Start a process of the session; a value of None removes the variable."""
+        """Start a process of the session with these environment variables (None removes one)."""
         env = {**self.env, **variables}
         made = Child({k: v for k, v in env.items() if v is not None}, command)
         self.children.append(made)
@@ -306,7 +312,7 @@ class Session:
 
 
 def wait_for(condition, timeout=TIMEOUT):
-    """Wait until ``condition()`` is true; return what it returned."""
+    """Wait until ``condition()`` returns a true value; return this value."""
     deadline = time.monotonic() + timeout
     while not (found := condition()):
         assert time.monotonic() < deadline, "the condition never became true"
@@ -318,8 +324,8 @@ def wait_for(condition, timeout=TIMEOUT):
 def compiler():
     """Return :func:`compile_c`.
 
-    It is a fixture because several test folders have a module ``conftest``, so a test cannot import
-    the function by the name of its module.
+    Tests get the function from this fixture, because they cannot import it. Several test folders
+    have a module ``conftest``, so the module's name does not say which one is meant.
     """
     return compile_c
 
@@ -333,7 +339,7 @@ def compile_c(target, *sources, flags=()):
 
 @pytest.fixture(scope="session")
 def guard_dir(tmp_path_factory):
-    """Compile the guard and the emulated driver if needed; return the folder of links."""
+    """Compile the guard and the emulated driver if needed; return a folder with the guard."""
     emulator_build.compile()
     guard_build.compile()
     folder = tmp_path_factory.mktemp("guard")
@@ -378,7 +384,10 @@ def until():
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """Return a function that compiles C files of this folder once: name, flags -> path."""
+    """Return a function that compiles a C file of this folder and returns the program's path.
+
+    The function compiles a file only once for the same flags.
+    """
     folder = tmp_path_factory.mktemp("c")
     made = {}
 

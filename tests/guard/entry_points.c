@@ -82,8 +82,8 @@ void guard_leave(void)
     overwrite();
 }
 
-/* Runs in place of the guard's function at the entry of a freeing call. It checks the arguments
- * that the guard would note. */
+/* Replaces the guard's function that runs when a freeing call begins. It checks the arguments: the
+ * guard would note them. */
 int guard_enter_back(uint32_t entry, const uint64_t *argument);
 int guard_enter_back(uint32_t entry, const uint64_t *argument)
 {
@@ -127,8 +127,8 @@ static int call(everything entry)
                  23, 24);
 }
 
-/* In calls without a prototype, rax has the number of vector registers with arguments. This number
- * must reach the driver. */
+/* If a function has no prototype, its caller puts the number of vector registers with arguments
+ * into rax. The guard must pass rax unchanged to the driver. */
 __asm__(".pushsection .text\n"
         "give_rax: ret\n"
         "with_rax: movq %rdi, %r11\n movl $0x5a, %eax\n jmp *%r11\n"

@@ -90,7 +90,7 @@ static inline void stop(void)
 /* Resumes the session. */
 static void open_again(void)
 {
-    closing = false; /* set this first: while `closing` is true, step() may set `suspended` */
+    closing = false; /* clear this first: step() may set `suspended` while `closing` is true */
     suspended = false;
     page.gate = GATE_UNUSED;
 }
@@ -104,7 +104,8 @@ CUresult broker_attach(void)
     return answer;
 }
 
-/* In this test, the guard notes no call. later_do() only counts its own calls. */
+/* This test replaces later.c: later_note() notes no call, and later_do() only counts how often it
+ * runs. */
 bool later_note(uint32_t entry, const uint64_t *argument) { return entry && argument && false; }
 bool later_do(void)
 {
@@ -156,7 +157,8 @@ void cached_fill(void)
 {
 }
 
-/* If the program has an argument, this thread counts its calls in its own word, `first`. */
+/* With any argument, this thread counts its calls in `first`, a word that no other thread uses.
+ * Without an argument, it counts its calls in `inflight`, which all threads share. */
 int main(int argc, char **argv)
 {
     (void)argv;
@@ -184,7 +186,7 @@ int main(int argc, char **argv)
                                 : !suspended && counted() == 1);
                     waited += asked - before;
                     tries++;
-                    /* While a call of this thread is inside, its other calls ignore the gate. */
+                    /* While this thread is inside a call, a nested call ignores the gate. */
                     page.gate = GATE_CLOSED;
                     before = asked;
                     if (!error) {
@@ -200,8 +202,8 @@ int main(int argc, char **argv)
     CHECK(tries > 100 && waited > 20);
     page.pause_until = 0;
     answer = 0;
-    /* A call that is inside may have to wait for the broker. For this wait, the call steps out. It
-     * steps back in when the gate is open. */
+    /* A call inside may have to wait for the broker. Before this wait, the call steps out and no
+     * longer counts as inside. After the wait, it steps in again as soon as the gate is open. */
     page.gate = GATE_OPEN;
     CHECK(guard_enter() == 0);
     gate_step_out();
@@ -221,8 +223,8 @@ int main(int argc, char **argv)
     page.gate = GATE_UNUSED;
     CHECK(guard_enter_free() == 0 && page.gate == GATE_UNUSED && counted() == 1);
     guard_leave();
-    /* Act as if another thread, which sleeps, must still set its context in the driver. No call is
-     * noted yet, so this thread does not run later_do(). */
+    /* Pretend that another thread must still set its context in the driver. No call is noted yet,
+     * so this thread must not run later_do(). */
     page.gate = GATE_OPEN;
     gate_arrears(ARREARS_CONTEXTS, true);
     made = steps = 0;

@@ -22,8 +22,8 @@ __thread bool guard_slot_user = true, guard_first;
 
 static uint32_t get(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
-/* Acts as the broker. The real broker uses pwrite() and pread(). They order memory at
- * least as strictly as these atomic stores and loads. */
+/* Acts as the broker. The real broker uses pwrite() and pread(). Their memory order is at least as
+ * strict as the order of the atomic stores and loads in this function. */
 static void *broker(void *unused)
 {
     while (!get(&over)) {
@@ -73,7 +73,8 @@ void polite_nap(struct polite *p) { (void)p; }
 void nap(int milliseconds) { (void)milliseconds; }
 void cached_fill(void) {}
 
-/* If the program has an argument, this thread counts its calls in its own word, `first`. */
+/* With any argument, this thread counts its calls in `first`, a word that no other thread uses.
+ * Without an argument, it counts its calls in `inflight`, which all threads share. */
 int main(int argc, char **argv)
 {
     pthread_t thread;

@@ -86,8 +86,7 @@ static int inner_alloc_async_ptsz(unsigned long long *out, size_t bytes, void *s
     return 0;
 }
 
-/* A form of cuStreamCreate with other arguments. It is newer than all versions that the guard
- * knows. */
+/* A future form of cuStreamCreate, with arguments that the guard does not know. */
 static int newest_stream_create(int a, int b, int c, int d, int e, int f, int g, int h)
 {
     return a + b + c + d + e + f + g + h;
@@ -123,7 +122,7 @@ EXPORT int cuMemPoolCreate(void **out, const void *props)
     return !initialised ? 3 : out && props ? 0 : 1;
 }
 
-/* A call that shares device memory with other devices. It fails if the caller names no memory. */
+/* Shares device memory with other devices. It fails without a handle. */
 EXPORT int cuMemGetHandleForAddressRange(void *handle, unsigned long long address, size_t bytes, int type,
                                          unsigned long long flags)
 {

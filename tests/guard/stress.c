@@ -144,7 +144,7 @@ static uint64_t draw(struct worker *w, uint64_t below)
     return w->random % below;
 }
 
-/* A thread waits for its own work in one of these ways. */
+/* Waits for the work of this thread, in a randomly chosen way. */
 static void wait_for(struct worker *w)
 {
     void *event;
@@ -260,8 +260,8 @@ static void *collect(void *unused)
         over = garbage.complete && !garbage.count;
         if (garbage.count) {
             size_t last = --garbage.count;
-            /* On a busy machine a suspend may take more than a second. A query then returns 600,
-             * which means not ready. */
+            /* Error 600 means that the work is not ready. A query may return 600 for more than a
+             * second if a suspend on a busy machine takes so long. */
             int result;
             while ((result = cuEventQuery(garbage.event[last])) == 600 ||
                    (!result && (result = cuStreamQuery(garbage.stream)) == 600))
@@ -356,7 +356,7 @@ static void by_graph(struct worker *w, struct buffer *b)
     set(b, fill.value);
 }
 
-/* A graph that allocates memory, which the program must free. */
+/* Runs a graph that allocates memory. The program must free this memory itself. */
 static void by_graph_memory(struct worker *w)
 {
     void *graph, *run = NULL, *node;
@@ -402,8 +402,8 @@ static void busy(struct worker *w)
     OK(cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, w->stream, params, NULL));
 }
 
-/* After a fork at any moment, the child has no CUDA. Its calls must return an error and must not
- * hang. */
+/* A forked child cannot use CUDA. Whenever the fork happens, the child's calls must return an error
+ * and must not hang. */
 static void forks(void)
 {
     int status = 0;

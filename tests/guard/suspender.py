@@ -91,7 +91,7 @@ class Suspender:
             return {"type": "ok", "granted": granted}
 
     def used(self):
-        """Return the bytes in use on the device by any process."""
+        """Return how many bytes of the device all processes together use."""
         return self.worker.do("_ = used()", 60)
 
     def suspend(self, pids, until):
@@ -116,8 +116,9 @@ class Suspender:
             until(lambda: self.session.page.gate() == pages.OPEN)  # a call has passed the gate
 
     def pause(self):
-        """Pause the processes, as if a neighbour used the device. They send no request during the
-        pause.
+        """Pause the processes, as the broker does when a neighbour uses the device.
+
+        A process sends no request during a pause.
         """
         until = time.monotonic_ns() + 4_000_000
         self.session.page.set_gate(pages.PAUSED, pause_until=until)

@@ -136,7 +136,8 @@ static CUresult alloc(CUdeviceptr *p, uint64_t n)
 static CUresult release(CUdeviceptr p) { return CU(3020, cuMemFree, "_v2", (CUdeviceptr), p); }
 static CUresult synchronise(void) { return CU(2000, cuCtxSynchronize, "", (void), ); }
 
-/* ---- rows: take() stores the memory here, and give() frees it later. */
+/* ---- rows: take() stores the address or the handle of its memory in these variables. give() frees
+ * the memory. */
 
 static CUdeviceptr address;
 static void *handle, *other, *stream;
@@ -152,7 +153,8 @@ static CUresult take_pitch(uint64_t n)
               65536, n / 65536, 4);
 }
 
-/* Each row has fewer bytes than the alignment, so only the driver's pitch shows the real size. */
+/* A row of 100 bytes is smaller than the alignment. The driver makes each row longer, so only the
+ * pitch that it returns shows the real size. */
 static CUresult take_narrow(uint64_t n)
 {
     size_t pitch;
@@ -174,8 +176,8 @@ static CUresult take_array_3d(uint64_t n)
 
 static CUresult give_array(void) { return CU(2000, cuArrayDestroy, "", (void *), handle); }
 
-static CUresult take_mipmap(uint64_t n) /* two levels: the second one has a quarter of the first
-                                         * one's size */
+static CUresult take_mipmap(uint64_t n) /* The second of the two levels has a quarter of the
+                                         * first level's size. */
 {
     CUDA_ARRAY3D_DESCRIPTOR d = {65536, (n / 5 * 4 + 131071) / 65536, 0, 0x01, 1, 0};
     d.Height -= d.Height % 2;
@@ -278,8 +280,8 @@ static CUresult give_pool(void) /* destroys the pool while it has an allocation 
     return result ? result : give_async();
 }
 
-/* ---- graphs: one allocation that stays after the launch; a row for each way to instantiate the
- * graph */
+/* ---- graphs: a graph makes one allocation, which stays after the launch. Each way to instantiate
+ * a graph has its own row. */
 
 struct alloc_node {
     CUmemPoolProps pool;
@@ -328,7 +330,7 @@ static CUresult run_graph(void)
 {
     uint64_t before = page->granted[0];
     handle = NULL;
-    if (roomy) /* a larger grant at first, so that the guard refuses only the upload or launch */
+    if (roomy) /* enlarge the grant for a moment: the guard must refuse only the upload or launch */
         page->granted[0] = 2 * before;
     CUresult result = instantiate();
     page->granted[0] = before;
@@ -435,8 +437,8 @@ typedef struct {
     char data[64];
 } ipc_handle;
 
-/* Another process of the session owns the memory, and the guard charges that process. This process
- * only opens the memory. */
+/* The exporter is another process of the session. It owns the memory, so the guard charges the
+ * memory to the exporter. This process only opens the memory. */
 static pid_t exporter;
 static int exporter_end;
 
@@ -562,7 +564,7 @@ enum kind {
     COUNTED,   /* refused above the limit, succeeds at the limit; a free gives the bytes back */
     REFUSED,   /* always NOT_SUPPORTED */
     UNCOUNTED, /* host memory: also succeeds beyond the limit */
-    PINNED,    /* allocates only the memory that it shares, and pins the session */
+    PINNED,    /* shared memory: counts once, and pins the session */
 };
 
 static const struct row {
@@ -611,7 +613,8 @@ static bool absent(CUresult result)
     return result == ABSENT || result == CUDA_ERROR_NOT_FOUND || result == CUDA_ERROR_NOT_SUPPORTED;
 }
 
-/* Tests one cell of the table. Returns the text of the cell, or of the error. */
+/* Tests one row, and returns the text for its cell of the table. If the test fails, the text begins
+ * with "FAILED". */
 static const char *cell(const struct row *row)
 {
     static char text[160];
@@ -822,8 +825,8 @@ static int export(const char *size)
     char end;
     if (CU(2000, cuInit, "", (unsigned), 0))
         return 1;
-    /* The session's grant has room for only one context, and the parent has that context. So add
-     * the bytes of a second context for this process. */
+    /* The grant has room for only one context, which the parent has. Enlarge the grant by the
+     * context of this process. */
     uint64_t before = page->granted[0];
     page->granted[0] = before + page->context_bytes;
     if (primary(&context) || CU(4000, cuCtxSetCurrent, "", (void *), context) || alloc(&p, strtoull(size, NULL, 10)) ||

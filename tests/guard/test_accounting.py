@@ -60,7 +60,7 @@ def used(session, device=0):
 
 
 def taken(session, device=0):
-    """Return the bytes in use on the devices by any process."""
+    """Return how many bytes of one device all processes together use."""
     code = (
         "import pynvml as n; n.nvmlInit()\n"
         f"h = n.nvmlDeviceGetHandleByIndex({device})\n"
@@ -75,7 +75,7 @@ def taken(session, device=0):
 
 
 def grower(session, step, limit):
-    """Make the broker grow the grant in whole steps; return the list of the guard's requests."""
+    """Make the broker grow a grant to a multiple of ``step``; return the list of the requests."""
     asked = []
 
     def answer(message):
@@ -193,21 +193,21 @@ def test_lock_of_a_killed_process_is_taken_over(session, process):
     assert process().do("_ = 1") == 1
 
 
-#: One call can make a pool at most this many bytes larger than the pool's charge: the largest
-#: request of the test. The guard may expect that a request fits in a free part of the pool. If the
-#: request does not fit, the pool grows. The call then asks the driver and undoes the allocation. So
-#: each thread that is in a call makes the pool grow at most once.
+#: The most bytes that one call can add to a pool beyond the pool's charge: the largest request of
+#: the test. A pool grows beyond its charge if the guard wrongly expects that a request fits in the
+#: free part of the pool. After the driver's call, the guard reads the pool's size and undoes the
+#: allocation. So each thread in a call adds at most one such step.
 GROWTH = 64 * MIB
 
-#: Number of times that all threads stop together. A thread stops between two calls, and keeps its
-#: memory.
+#: Number of times that the test runs all threads to their end. Between two runs, no thread is in a
+#: call, and all memory stays allocated.
 PHASES = 3
 
 
 @pytest.mark.parametrize("ways", ["[(alloc, free)]", "[(alloc, free), (alloc_async, free_async)]"],
                          ids=["allocations", "and pools"])  # fmt: skip
 def test_processes_together_never_exceed_the_grant(session, process, ways):
-    """The guard sees the growth of a pool only after the call, and then gives the excess back."""
+    """The guard sees only after a call that a pool is too large. It then gives the excess back."""
     session.grant(session.uuids, each=512 * MIB, limit=512 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     children = [process() for _ in range(3)]
@@ -255,8 +255,7 @@ def all_threads(rounds):
             )
             busy = [child for child in busy if not child.answers(0)]
         assert [child.reply() for child in children] == [None] * 3
-        # No thread is in a call, and each thread keeps its memory. So the guard has given
-        # the excess back.
+        # No thread is in a call, so the guard must have given the excess back.
         assert used(session) <= 512 * MIB
         assert taken(session) <= 512 * MIB, "more than is granted, and it stays"
     ends = "_ = [racer.end() for racer in racers]; C.cuCtxSynchronize()"
@@ -285,7 +284,7 @@ _ = ast.literal_eval(os.read(r, 100).decode())
 
 
 def test_fork_during_allocations_leaves_the_child_usable(session, process):
-    """The child has no copies of the other threads, so it must not inherit their locks."""
+    """A forked child has one thread. A lock that another thread held must be free in the child."""
     child = process()
     code = """
 stop = False
@@ -542,7 +541,10 @@ def test_total_memory_is_the_limit_before_any_lease(session, process):
     ],
 )
 def test_total_memory_is_constant_with_expandable_segments(session, process, name, text, whole):
-    """PyTorch reserves as many addresses as the first total. A larger block makes PyTorch crash."""
+    """The total must not change, because PyTorch reserves an address range of its first size.
+
+    PyTorch crashes if a later block does not fit in this range.
+    """
     session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
     child = process(**{name: text})
     size = 1024 * MIB if whole else 512 * MIB
@@ -563,7 +565,7 @@ def test_first_query_of_total_memory_works_during_a_suspend(session, process):
 
 
 def test_total_of_an_earlier_lease_is_not_reused(session, process):
-    """The session may have moved to a device of another size."""
+    """With a new lease the guard asks the driver again: the new device may have another size."""
     child = process(PYTORCH_ALLOC_CONF="expandable_segments:True")
     assert child.do("_ = total()") == 1024 * MIB
     session.page.set_gate(2)
@@ -588,7 +590,7 @@ def test_free_memory_excludes_a_neighbours_guarantee(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=768 * MIB)
     child = process()
     assert child.do("_ = info()") == (736 * MIB, 768 * MIB)
-    # The device has 992 MiB free. A neighbour's guarantee leaves this session only 64 MiB of them.
+    # 992 MiB of the device are free. A neighbour's guarantee leaves this session only 64 MiB.
     session.page.set_room([64 * MIB, 0])
     assert child.do("p = alloc(100 << 20); _ = info()") == (188 * MIB, 768 * MIB)
     assert child.do("q = C.cuMemFree_v2(ctypes.c_uint64(p)); _ = info()") == (288 * MIB, 768 * MIB)
@@ -638,7 +640,7 @@ print([L.cuInit(0), L.cuDevicePrimaryCtxRetain(ctypes.byref(c), 0), L.cuCtxSetCu
 
 
 def test_process_ended_by_a_signal_leaves_no_bytes(session, process):
-    """Each process ends by another signal. The bytes of an ended process no longer count."""
+    """A different signal ends each process. The bytes of an ended process no longer count."""
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT):
         child = process()
         assert child.do("_ = alloc(400 << 20) > 802")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A stream that records a graph counts in the slot until the recording ends, in whatever way."""
+"""The slot counts each stream that records a graph, until something ends the recording."""
 
 import pytest
 
@@ -82,8 +82,10 @@ def test_recording_ends_with_its_context(session, child):
 
 
 def test_only_a_relaxed_recording_continues_after_its_thread(session, child, until):
-    """Recording ``a`` ends with its thread, because no other thread can end it. Recording ``b`` is
-    in the relaxed mode, so any thread can end it.
+    """A thread begins two recordings and ends.
+
+    No other thread can end recording ``a``, so ``a`` ends with its thread. Recording ``b`` is in
+    the relaxed mode, so another thread can end ``b``.
     """
     assert child.do("_ = elsewhere(lambda: (begin(a, 1), begin(b, 2)))") == (0, 0)
     until(lambda: captures(session) == 1)

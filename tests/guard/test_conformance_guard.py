@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The emulated driver's conformance program under the guard: the guard changes no result.
+"""The emulated driver's conformance program under the guard: only results about the slice differ.
 
 All processes of the program are in one session, and the gate of this session stays open.
 """
@@ -16,9 +16,9 @@ LEFT_OUT = {
     "graph_out_of_memory": "too large a graph is refused when it is made executable already",
     "restore_without_room": "a session cannot take the device's last bytes",
 }
-#: Cases that read cuMemGetInfo to find the bytes of a suspended process. Under the guard
-#: cuMemGetInfo shows the free part of the session's slice, and a suspended process keeps its share
-#: of the slice.
+#: Cases that fail under the guard, because they expect that a suspend adds free bytes to
+#: cuMemGetInfo. Under the guard, cuMemGetInfo shows the free part of the session's slice. A
+#: suspended process keeps its share of the slice.
 OF_THE_SLICE = {"state_machine", "graph_memory_suspended"}
 
 
@@ -32,6 +32,6 @@ def test_only_results_about_the_slice_differ_under_the_guard(make_session, compi
     assert len(results) >= 40, done.stdout
     assert {name for _, name, skipped in results if skipped} == set(LEFT_OUT)
     assert {name for result, name, _ in results if result == "not ok"} == OF_THE_SLICE, done.stdout
-    # The program allocates more than the device has. So the guard asked the broker for growth once,
-    # and the broker refused.
+    # Once, the program tries to allocate more than the device has. The guard then asks the broker
+    # for growth, and the broker refuses.
     assert [message["type"] for message in session.broker.messages] == ["grow"]

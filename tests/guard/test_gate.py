@@ -19,9 +19,9 @@ from tests.emulated import library_dir
 
 NOT_READY = 802
 CHOICES = [
-    # Each item is a value of CUDA_VISIBLE_DEVICES, and a list of the devices that the process then
-    # sees, as numbers in the session. In a value, {0} and {1} are the UUIDs of the session's
-    # devices, {h0} and {h1} the UUIDs of its home devices before the lease.
+    # An item has a value of CUDA_VISIBLE_DEVICES, and the devices that the process sees with this
+    # value. 0 is the session's first device. In a value, {0} and {1} are the UUIDs of the session's
+    # devices. {h0} and {h1} are the UUIDs of its home devices, which it had before the lease.
     (None, [0, 1]),
     ("{h0},{h1}", [0, 1]),
     ("{0},{1}", [0, 1]),
@@ -133,7 +133,7 @@ for t in threads: t.start()
 
 
 def test_long_call_is_counted_until_it_returns(make_session, until):
-    """A long copy counts as a call inside. If the gate closes meanwhile, the copy still goes on."""
+    """A long copy counts as a call inside until it returns, even if the gate closes before."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=100MB/s")
     child = session.child()
     assert child.do("_ = context()") == 0
@@ -157,7 +157,7 @@ def test_long_call_is_counted_until_it_returns(make_session, until):
     ],
 )
 def test_asynchronous_copies_are_counted(session, until, call):
-    """A copy from pageable memory returns when it has read all bytes. This may take seconds."""
+    """A copy from pageable memory may take seconds: it returns when it has read all bytes."""
     child = session.child()
     assert child.do("_ = context()") == 0
     child.do(
@@ -172,7 +172,7 @@ def test_asynchronous_copies_are_counted(session, until, call):
 
 
 def test_device_queries_need_no_lease_while_suspended(session):
-    """The guard answers without the driver, because the driver could block."""
+    """The guard answers from its cache. The driver could block while the process is suspended."""
     child = session.child()
     look = """
 name = ctypes.create_string_buffer(64); uuid = ctypes.create_string_buffer(16)
@@ -267,7 +267,9 @@ def test_killed_process_is_reaped_when_a_slot_is_needed(session):
 
 
 def test_guard_notices_a_context_made_without_it(session):
-    """The guard notices the context at the first allocation. From then on the process waits."""
+    """The process makes a context by a direct call of the driver. The guard notices the context at
+    the first allocation. After that, the process's calls wait at a closed gate.
+    """
     child = session.child()
     path = str(library_dir() / "libcuda.so.1")
     child.do(f"D = ctypes.CDLL({path!r}); c = ctypes.c_void_p()")
@@ -282,7 +284,10 @@ def test_guard_notices_a_context_made_without_it(session):
 
 
 def test_process_without_descriptors_reaps_no_living_process(session):
-    """The process cannot read /proc, so it assumes that it and all other processes are alive."""
+    """Without a free descriptor, a process cannot read /proc.
+
+    It must then assume that all processes are alive.
+    """
     other, child = session.child(), session.child()
     assert other.do("_ = context()") == child.do("_ = context()") == 0
     before = session.slots()
@@ -309,7 +314,7 @@ def test_process_whose_first_thread_has_ended_is_alive(session, until):
 
 
 def test_process_that_ends_during_a_call_keeps_its_slot(make_session, until):
-    """When a call ends, it writes to its slot. Until then no other process may get the slot."""
+    """A call writes to its slot when it ends. No other process may get the slot before."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=10MB/s")
     ending = session.child()
     assert ending.do("_ = context()") == 0
@@ -328,7 +333,7 @@ def test_process_that_ends_during_a_call_keeps_its_slot(make_session, until):
 
 
 def test_slot_of_a_process_with_other_threads_is_reaped_later(session):
-    """A thread that has read the slot's address may still count its calls in the slot."""
+    """Other threads may still write to the slot when a process ends. So its slot is freed later."""
     ending = session.child()
     assert ending.do("_ = context()") == 0
     ending.do("""
@@ -349,7 +354,7 @@ called.wait()
 
 
 def test_without_a_free_slot_every_call_fails_with_a_reason(session):
-    """The 257th living process gets an error. It must not call the driver without the gate."""
+    """All 256 slots are in use. Calls of one more process fail and never reach the driver."""
     pid = os.getpid()
     start = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     data = bytearray(session.page_path.read_bytes())
@@ -450,7 +455,10 @@ os.close(r); os.close(w)
 
 
 def test_slots_of_ended_processes_are_used_again(session):
-    """A process does not free its slot when it ends. The guard frees the slot when it needs one."""
+    """os._exit() does not free the slot of a process.
+
+    The guard frees such a slot when it needs one.
+    """
     found = session.python("""
 import ctypes, os
 C = ctypes.CDLL("libcuda.so.1")
@@ -502,7 +510,7 @@ sys.stdin.read()
     ],
 )
 def test_unusable_page_fails_calls_with_a_clear_error(session, spoil, why):
-    """Without the gate, the process could call the driver while the process is suspended."""
+    """The gate is in the page. Without a gate, calls could reach the driver during a suspend."""
     spoil(session.page_path)
     done = session.run(
         sys.executable, "-c",
@@ -515,7 +523,11 @@ def test_unusable_page_fails_calls_with_a_clear_error(session, spoil, why):
 
 
 def test_guard_asks_the_broker_for_a_deleted_page(session, tmp_path):
-    """A logout deletes the page. The broker then makes a link to its own descriptor of the page."""
+    """A logout deletes the page's file, but the broker still has the page open.
+
+    When the guard asks for the page, the broker puts a link to its descriptor in the place of the
+    file.
+    """
     first = session.child()
     assert first.do("_ = context()") == 0
     session.page_path.unlink()
@@ -557,7 +569,10 @@ def put_back(session):
 
 
 def test_two_threads_that_need_the_gil_can_ask_for_a_lost_page(session, until):
-    """The first thread releases the GIL while it waits, and must take the GIL again to return."""
+    """Each of two threads releases the GIL while it waits for the page.
+
+    A thread needs the GIL again before it can return.
+    """
     session.page_path.unlink()
     answer = threading.Event()
     session.broker.page = lambda: answer.wait(60) and put_back(session)
@@ -614,7 +629,10 @@ def test_interrupted_wait_for_a_lost_page_is_repeated(session, until):
 
 
 def test_guard_requests_a_lost_page_again_after_a_refusal(session, until):
-    """At first, the broker may have no room for the link. The kernel must not need a restart."""
+    """The broker may refuse the first request, for example because it has no room for the link.
+
+    A later request succeeds, so the kernel needs no restart.
+    """
     session.page_path.unlink()
     child = session.child()
     assert child.do("_ = [C.cuInit(0) for _ in range(100)]") == [NOT_READY] * 100
@@ -626,7 +644,7 @@ def test_guard_requests_a_lost_page_again_after_a_refusal(session, until):
 
 
 def test_guard_asks_for_a_lost_page_with_back_off(session, until):
-    """Each request takes seconds. Without back-off, each call of a loop would wait for seconds."""
+    """A request takes seconds. Without back-off, each call in a loop would wait that long."""
     session.page_path.unlink()
     session.broker.stop()
     child = session.child()
@@ -639,11 +657,11 @@ def timed():
         yield time.monotonic() - t
         time.sleep(0.05)
 """)
-    # In 20 s of calls, at most three calls wait: the first one, one after a pause of 1 s, and one
-    # after a pause of 2 s.
+    # The calls go on for 20 s. At most three of these calls send a request and wait. The guard
+    # pauses for 1 s after the first request, and for 2 s after the second request.
     waits = child.do("_ = [s for _ in range(2) for s in timed() if s > 1]", timeout=60)
     assert 1 <= len(waits) <= 3
-    # A forked child sends its own request, and does not wait for the pause of its parent to end.
+    # A forked child sends its own request at once, also during a pause of its parent.
     forked = child.do("""
 r, w = os.pipe()
 if not os.fork():
@@ -674,7 +692,10 @@ def test_process_without_descriptors_gets_its_slot_later(session, until):
 
 @pytest.mark.parametrize("way", ["link", "file"])
 def test_page_of_another_session_is_not_used(session, way):
-    """A link to a reused descriptor number leads to another session's page."""
+    """The broker may reuse a descriptor's number.
+
+    An old link with this number then leads to the page of another session.
+    """
     other = pages.Page.create(session.folder / "other", "s-2", os.getuid())
     other.set_devices(session.uuids)
     other.set_gate(pages.OPEN)
@@ -723,7 +744,7 @@ def test_guard_without_a_session_only_forwards_calls(session):
 
 
 def seen_by(session, visible, **variables):
-    """Return a process's devices as the session's ordinals, its result of cuInit, and stderr."""
+    """Run a process; return its devices as numbers in the session, cuInit's result, and stderr."""
     mine, home = [session.uuids[3], session.uuids[2]], session.uuids[:2]
     session.grant(mine)
     if visible is not None:
@@ -807,7 +828,10 @@ def test_cuinit_with_a_lease_or_without_a_broker_sends_nothing(session):
 
 
 def test_context_is_never_made_on_a_gpu_without_a_grant(session, capfd):
-    """After cuInit the lease is on another GPU. The broker refuses to move the process or lease."""
+    """The lease is on another GPU than at cuInit, and the broker refuses every move.
+
+    The broker can move neither the process to the new GPU nor the lease to the old GPU.
+    """
     home = session.uuids[0]
     refused = {"message": 'GPU "1" is paused – now.', "next_step": "Ask later."}
     session.broker.answer = lambda _: {"type": "error", "code": "not-moved", **refused}
@@ -834,7 +858,10 @@ def test_process_with_a_context_moves_with_its_session(session):
 
 
 def test_child_started_after_a_move_sees_the_current_slice(session):
-    """No agent updates the environment of a C program, but its children still see the slice."""
+    """Children of a C program see the new slice after a move.
+
+    No agent updates the environment of a C program, so the guard updates it.
+    """
     first, second = session.uuids
     child = session.child(GPUPOOL_VISIBLE="GPU-home", CUDA_VISIBLE_DEVICES="GPU-home")
     session.grant([first])
@@ -867,7 +894,7 @@ def test_bytes_are_counted_on_the_devices_of_the_session(session):
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
 def test_call_notices_a_gate_that_closes_at_any_moment(tmp_path, compiled, thread):
-    """A call counts itself and then checks the gate. In the other order, the broker may miss it."""
+    """A call first counts itself and then checks the gate. So the broker can miss no call."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
@@ -881,7 +908,10 @@ def test_call_notices_a_gate_that_closes_at_any_moment(tmp_path, compiled, threa
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
 def test_every_call_through_a_closing_gate_is_counted(tmp_path, compiled, thread):
-    """The call counts itself before it reads the gate. A plain store does not ensure this order."""
+    """A call counts itself before it reads the gate.
+
+    With a plain store, the processor could read the gate first.
+    """
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
@@ -915,8 +945,9 @@ if os.fork():
 
 @pytest.mark.parametrize("first", FIRST)
 def test_call_remains_counted_when_another_threads_call_ends(make_session, until, first):
-    """One thread counts its calls in its own word, and resets this word to zero. No other thread
-    uses the word.
+    """One thread counts its calls in its own word, and sets the word to zero when a call ends.
+
+    No other thread uses this word. Otherwise the zero would remove the call of another thread.
     """
     # At this bandwidth, the copy takes longer than the test.
     session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")

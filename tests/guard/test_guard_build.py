@@ -81,7 +81,7 @@ def test_unwritable_directory_is_reported(tmp_path, capsys):
 
 
 def test_package_build_needs_only_the_standard_library():
-    """During the build of the package none of its requirements is installed."""
+    """When pip builds the package, the requirements of the package are not installed."""
     root = str(Path(build.__file__).parents[2])
     code = (
         f"import sys; sys.path.insert(0, {root!r}); "
@@ -118,7 +118,7 @@ def test_functions_and_entries_must_match(generator, entries):
 
 
 def test_calls_that_wait_or_allocate_have_the_right_kind(entries):
-    """A call that waits for the device, allocates or frees needs more than the gate."""
+    """A call that waits for the device, allocates or frees must not have the kind ``gate``."""
     kinds = {e.symbol: e.kind for e in entries}
     sync = re.compile(
         r"cu(Ctx|Stream|Event)Synchronize|cu(Stream|Event)Query"
@@ -134,7 +134,8 @@ def test_calls_that_wait_or_allocate_have_the_right_kind(entries):
             assert kind in ("wait", "wrap", "back"), symbol
         if alloc.match(symbol):
             assert kind in ("wrap", "same", "refuse") or symbol == "cuMemFree", symbol
-    # cuMemFree takes a 32-bit address. The guard refuses the calls that return such addresses.
+    # The old cuMemFree needs no wrapper. It takes a 32-bit address, and the guard refuses all calls
+    # that return a 32-bit address.
     assert kinds["cuMemFree"] == "back"
     assert kinds["cuLaunchKernel"] == "launch"
     assert kinds["cuCheckpointProcessLock"] == "never"
@@ -150,7 +151,7 @@ def test_per_thread_variant_has_the_same_kind_as_its_call(entries):
 
 
 def test_guard_knows_the_names_that_nvidias_bindings_ask_for(entries):
-    """The names come from NVIDIA's cuda-bindings and from the emulated driver's exports."""
+    """The list of entries has the names in NVIDIA's cuda-bindings and in the emulated driver."""
     spec = importlib.util.find_spec("cuda.bindings._internal.driver")
     text = Path(spec.origin).read_bytes()
     asked = {
@@ -208,7 +209,8 @@ def test_library_has_the_drivers_name(library):
     assert "NODELETE" in dynamic
     assert "BIND_NOW" not in dynamic
     assert "TEXTREL" not in dynamic
-    # The compiler adds one constructor (8 bytes). The guard must not have another.
+    # The compiler adds one constructor, and its entry has 8 bytes. The guard must add no
+    # constructor.
     assert re.findall(r"INIT_ARRAYSZ\)\s+(\d+)", dynamic) == ["8"]
     assert re.search(r"GNU_STACK .* RW +0x", tool("readelf", "-lW", library))
 
@@ -229,7 +231,7 @@ def test_no_private_symbol_of_the_c_library_is_used(library):
 
 
 def test_library_has_far_fewer_relocations_than_entries(library, entries):
-    """A process that preloads the guard but never calls CUDA keeps the guard's memory unchanged."""
+    """The loader writes to memory for each relocation, also in a process that never calls CUDA."""
     relocations = re.findall(r"^[0-9a-f]+ .*R_X86_64_", tool("readelf", "-rW", library), re.M)
     assert len(relocations) < len(entries) / 4
 

@@ -13,7 +13,8 @@ from jupyter_gpupool.guard import page as pages
 CONTEXT = 32 * MIB
 DEINITIALIZED, NOT_DONE, NOT_READY = 4, 600, 802
 
-#: Statements of a child: make one object of each kind, and list the calls that destroy them.
+#: Statements of a child. make() makes one object of each kind, and returns the calls that destroy
+#: these objects, with their arguments.
 MAKE = r"""
 import gc
 V, U, Z = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
@@ -90,7 +91,8 @@ def test_frees_return_at_once_and_are_made_after_the_resume(session, child, susp
     assert taken > CONTEXT + 20 * MIB
     suspender.suspend([child.pid], until)
     assert child.do("_ = [call(*rest) for call, *rest in calls]") == [0] * 14
-    # The suspended state still has the freed bytes, so the driver needs room to restore them.
+    # The guard still counts the freed bytes: they are a part of the suspended state, and the resume
+    # needs room for them.
     assert session.page.read().used[0] == taken
     suspender.resume([child.pid], until, used=False)
     assert suspender.used() > CONTEXT + 20 * MIB
@@ -111,7 +113,7 @@ def test_noted_calls_are_made_before_the_next_gated_call(session, child, suspend
     assert child.do("n = Z(); _ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
     assert session.page.read().used[0] == CONTEXT
     assert suspender.used() == CONTEXT
-    # No noted call is left, so the next call checks only the gate.
+    # No noted call is left to make. So the next call only checks the gate.
     session.page.set_gate(pages.OPEN)
     assert child.do("_ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
 
@@ -147,8 +149,8 @@ _ = (C.cuStreamQuery(s), C.cuStreamQuery(None), C.cuStreamQuery_ptsz(None), C.cu
      C.cuEventQuery(never))
 """) == (0,) * 5  # fmt: skip
     assert session.broker.messages == []
-    # A synchronise counts as use, because it reports errors, and because a program that measures
-    # time needs the device.
+    # A synchronise waits for the lease, unlike a query: it reports errors of earlier work, and
+    # programs use it to measure time.
     child.send("_ = C.cuStreamSynchronize(s)")
     session.broker.asked(1)
     assert session.broker.messages[0]["type"] == "attach"
@@ -164,7 +166,8 @@ def test_event_can_be_recorded_during_a_suspend(session, child, suspender, until
     assert child.do(f"_ = {calls}") == (0,) * 3
     assert session.broker.messages == []
     suspender.resume([child.pid], until, used=False)
-    # The driver records both events now. Otherwise cuEventElapsedTime would return an error.
+    # The guard has made the noted calls, so the driver has recorded both events. Without a record,
+    # cuEventElapsedTime would return an error.
     child.do("ms = ctypes.c_float(-1)")
     assert child.do("_ = C.cuEventSynchronize(e)") == 0
     assert child.do("_ = C.cuEventElapsedTime(ctypes.byref(ms), new, e), ms.value >= 0") == (
@@ -174,7 +177,7 @@ def test_event_can_be_recorded_during_a_suspend(session, child, suspender, until
 
 
 def test_noted_event_is_not_ready_before_earlier_work_ends(session, child):
-    """The gate is closed, but the driver has not suspended the process: its work still runs."""
+    """The gate is closed, but the process is not suspended. Its work on the device continues."""
     child.do("""
 calls = make(); s, module = calls[2][1], calls[11][1]
 spin, new = handle(C.cuModuleGetFunction, module, b"emucuda_spin_ns"), handle(C.cuEventCreate, 2)
@@ -191,7 +194,10 @@ good(C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, s, args, None))
 
 
 def test_query_waits_for_the_end_of_a_suspend(session, child, suspender):
-    """The guard knows the answer only after the driver has finished the work."""
+    """A query waits until the suspend is complete.
+
+    Then the driver has finished all work, so the guard knows the answer.
+    """
     session.page.set_gate(pages.CLOSED)
     child.send("_ = C.cuStreamQuery(None)")
     assert not child.answers(0.2)
@@ -207,7 +213,7 @@ def test_query_waits_for_the_end_of_a_suspend(session, child, suspender):
 
 
 def test_query_during_a_long_suspend_answers_not_ready(session, child):
-    """The caller keeps the interpreter's lock, so the call must return to let other threads run."""
+    """The caller keeps the interpreter's lock, so the query must return before others can run."""
     child.do("""
 ticks, stop = 0, False
 def tick():
@@ -239,7 +245,10 @@ thread = threading.Thread(target=tick); thread.start()
 
 @pytest.mark.parametrize("call", ["cuMemFree_v2(p)", "cuEventDestroy_v2(e)", "cuEventQuery(e)"])
 def test_destructor_that_holds_locks_continues(session, child, suspender, until, call):
-    """A framework frees under its mutex and the interpreter's lock. Another thread needs both."""
+    """A framework holds its mutex and the interpreter's lock when it frees memory.
+
+    Another thread needs both locks, so the free must not wait.
+    """
     child.do("p = U(alloc(4 << 20)); e = handle(C.cuEventCreate, 0)")
     suspender.suspend([child.pid], until)
     assert child.do(f"""
@@ -264,9 +273,9 @@ _ = error, done
 
 
 def test_noted_calls_are_made_before_another_threads_next_call(session, child, suspender, until):
-    """The guard makes a noted call in the context of the thread that noted it.
+    """Before the next call of any thread, the guard makes all noted calls.
 
-    Before the next call of any thread, the guard makes all noted calls.
+    It makes each noted call in the context that was current when the program made the call.
     """
     child.do("""
 second = handle(C.cuCtxCreate_v2, 0, 0)
@@ -303,7 +312,7 @@ t = threading.Thread(target=free); t.start(); t.join()
 def test_end_of_a_context_waits_while_host_memory_is_registered(
     session, child, suspender, until, end
 ):
-    """The program may unmap the memory after the call. The driver must unpin the memory first."""
+    """The driver must unpin the memory before the call returns. The program may then unmap it."""
     child.do("""
 import mmap
 second = handle(C.cuCtxCreate_v2, 0, 0)
@@ -313,7 +322,7 @@ at = V(ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
     assert child.do("_ = C.cuMemHostRegister_v2(at, Z(1 << 20), 0)") == 0
     suspender.suspend([child.pid], until)
     child.send(f"_ = C.{end}")
-    session.broker.asked(1)  # the call asks for the lease, as cuMemHostUnregister does
+    session.broker.asked(1)  # like cuMemHostUnregister, the call asks for the lease
     assert [message["type"] for message in session.broker.messages] == ["attach"]
     suspender.resume([child.pid], until)
     assert child.reply() == 0
@@ -373,7 +382,7 @@ _ = a, current()
 
 
 def test_primary_context_is_known_while_suspended(session, child, suspender, until):
-    """PyTorch's destructors ask for this context, also after the user has interrupted a wait."""
+    """PyTorch's destructors read the primary context's state, also during a suspend."""
     child.do("""
 flags, active = ctypes.c_uint(), ctypes.c_int()
 def state(device):
@@ -393,8 +402,8 @@ _ = state(1)
 """) == (1, 1)
     suspender.suspend([child.pid], until)
     assert child.do("_ = state(1)") == (1, 1)
-    # The guard notes a release. Until the driver has made the release, the guard does not know
-    # whether the release ends the context.
+    # The guard notes the release, and does not know whether it ends the context. So the next query
+    # of the state waits for the driver.
     assert child.do("_ = C.cuDevicePrimaryCtxRelease_v2(1)") == 0
     child.send("_ = state(1)")
     until(lambda: session.broker.messages)
@@ -469,7 +478,10 @@ builtins.tensor, tensors = Tensor(), [Tensor(), Tensor()]
 
 
 def test_free_during_a_pause_reaches_the_driver_at_once(session, child):
-    """A pause suspends no process, and a free does not disturb the neighbour."""
+    """A pause suspends no process, so a free goes to the driver.
+
+    The free does not disturb the neighbour that uses the device.
+    """
     child.do("p = alloc(8 << 20); e = handle(C.cuEventCreate, 0)")
     session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 600_000_000_000)
     assert (
@@ -499,14 +511,14 @@ def test_free_during_a_refused_suspend_is_made_afterwards(session, child):
     assert child.do("_ = [C.cuMemFree_v2(a) for a in p[:3]]") == [0] * 3
     assert session.page.read().used[0] == CONTEXT + 8 * MIB
     session.page.set_gate(pages.UNUSED)
-    # At the next free the guard also makes the noted calls.
+    # Before the next free, the guard makes the noted frees.
     assert child.do("_ = C.cuMemFree_v2(p[3])") == 0
     assert session.page.read().used[0] == CONTEXT
     assert session.broker.messages == []
 
 
 def test_threads_wait_until_all_noted_calls_are_made(session, child, suspender, until):
-    """One thread makes the noted calls. The other threads wait until all these calls are made."""
+    """One thread makes the noted calls. The other threads wait until the last of them is made."""
     child.do("p = [U(alloc(512 << 10)) for _ in range(600)]")
     taken = session.page.read().used[0]
     suspender.suspend([child.pid], until)

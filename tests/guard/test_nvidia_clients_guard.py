@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """NVIDIA's own clients, unchanged, on the emulated driver under the guard.
 
-These tests use the device arrays, streams and events of numba-cuda, but not its kernels. numba-cuda
-compiles kernels with NVRTC or NVVM to machine code for a GPU, and the emulated driver refuses such
-code. cuda-core runs the kernels that the emulated driver knows.
+These tests use numba-cuda's device arrays, streams and events. They use none of its kernels,
+because the emulated driver refuses the machine code that numba-cuda compiles. cuda-core runs the
+kernels that the emulated driver knows.
 """
 
 import os
@@ -63,13 +63,14 @@ def equal():
 _ = equal()
 """
 
-#: For each client, statements that compare the client's bytes on the device after a suspend.
+#: For each client, the statements after a suspend. They compare the bytes on the device with the
+#: bytes from before the suspend.
 AGAIN = {NUMBA: "_ = bool((a.copy_to_host() == want).all())", CORE: "_ = equal()"}
 
 
 @pytest.fixture
 def client(session):
-    """Return a function that starts a program and makes it run a client's statements."""
+    """Return a function that starts a child process and runs a client's statements in it."""
 
     def start(code, each=512 * MIB, **variables):
         session.grant(session.uuids[:1], each=each, limit=each)
@@ -119,8 +120,8 @@ def test_numba_sees_the_devices_of_the_session(session, client):
     """numba loads libcuda.so before libcuda.so.1."""
     child = client(NUMBA)
     code = "_ = (len(cuda.gpus), str(cuda.get_current_device().uuid), cuda.is_available())"
-    # The machine has two devices, and the page has only the first one. Without the page's list both
-    # would be visible.
+    # The machine has two devices, but the session's page lists only the first device. So numba must
+    # see only one device.
     count, uuid, available = child.do(code)
     assert (count, available) == (1, True)
     assert uuid == session.uuids[0]

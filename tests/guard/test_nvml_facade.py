@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVML inside a session: its devices show the slice's memory, and all else is unchanged."""
+"""The NVML facade: it shows the slice's memory as the device's, and passes on all other calls."""
 
 import ast
 import json
@@ -72,9 +72,9 @@ def test_total_memory_depends_on_limit_grant_and_device(session):
 
 
 def test_nvml_query_without_a_page_path_takes_no_slot(session):
-    """In a container, the guard gets the page from the broker, because the page has no path.
+    """In a container, the session's page has no path, and the guard gets it from the broker.
 
-    An NVML query does not load the CUDA driver, so it needs no slot.
+    An NVML query does not load the CUDA driver, so the process needs no slot for the query.
     """
     session.grant(session.uuids, each=256 * MIB, limit=384 * MIB)
     session.broker.page = lambda: True
@@ -98,7 +98,7 @@ def test_facade_changes_nothing_without_a_page(session, path):
 
 
 def test_facade_answers_instead_of_the_driver(session):
-    """If the driver's library answered, the tests above would not test the facade."""
+    """The facade is the loaded library. Otherwise the tests above would test the driver's NVML."""
     code = "import ctypes; ctypes.CDLL('libnvidia-ml.so.1').gpupool_guard; print('ours')"
     assert session.python(code, LD_PRELOAD=None) == "ours"
     with pytest.raises(AssertionError, match="undefined symbol: gpupool_guard"):
@@ -120,7 +120,10 @@ def test_facade_has_every_function_of_the_driver(nvml_dir):
 
 
 def test_first_call_of_nvidia_smi_reaches_the_driver(session):
-    """No header declares this function. Without it nvidia-smi prints "function not found"."""
+    """nvidia-smi first calls a function that no header declares.
+
+    Without this function, it prints "function not found".
+    """
     code = "import ctypes; n = ctypes.CDLL('libnvidia-ml.so.1'); n.nvmlInit_v2(); "
     found = session.python(code + "print(n.nvmlInternalGetExportTable(None, None))")
     assert int(found) == 13  # the emulated driver does not have the function
@@ -137,7 +140,7 @@ print(L.nvmlDeviceGetPdi(0, 0), L.nvmlErrorString(13).decode())
 
 
 def test_missing_driver_returns_library_not_found(session, tmp_path):
-    """pynvml raises the same error if the library itself is missing."""
+    """The facade finds no driver. pynvml raises the same error as without any NVML library."""
     code = """
 import ctypes, pynvml
 try:
@@ -164,7 +167,7 @@ def test_facade_opens_the_driver_that_the_user_names(session):
 
 
 def test_facade_does_not_find_itself(session, tmp_path):
-    """The search for the driver skips the facade's own file, under any name, and copies of it."""
+    """When the facade searches for the driver, it skips its own file and copies of this file."""
     folder = tmp_path / "copies"
     folder.mkdir()
     (folder / "libnvidia-ml.so.1").write_bytes(

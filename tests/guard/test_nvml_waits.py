@@ -43,7 +43,7 @@ def with_context(session):
 
 
 def counted(session):
-    """Return, for each process, the number of NVML calls that a suspend would wait for."""
+    """Return for each process how many NVML calls are inside; a suspend waits for these calls."""
     return [slot.nvml for slot in session.slots()]
 
 
@@ -65,7 +65,10 @@ def test_call_of_the_main_thread_asks_for_the_slice_and_waits(session, until, co
 
 
 def test_suspended_process_is_resumed_for_its_nvml_call(session, until):
-    """The call must wait at the gate. Inside the driver, it would block without a request."""
+    """An NVML call waits at the gate and sends a request.
+
+    Inside the driver, the call would block, and no request would resume the process.
+    """
     child, suspender = with_context(session), Suspender(session, 1)
     suspender.suspend([child.pid], until)
     child.send(COUNT)
@@ -141,7 +144,7 @@ def test_session_without_a_context_answers_without_a_slice(session):
 
 
 def test_process_without_cuda_waits_if_its_session_is_suspended(session):
-    """The driver suspends every process of the session that has opened the device."""
+    """A suspend includes every process that has opened the device, even only through NVML."""
     nvml_only, other = session.child(), with_context(session)
     assert nvml_only.do(NVML + "n.nvmlInit();" + COUNT) == 2
     assert [slot.pid for slot in session.slots()] == [other.pid]
@@ -159,7 +162,10 @@ def test_process_without_cuda_waits_if_its_session_is_suspended(session):
 
 @pytest.mark.parametrize("first", ["", "C.cuInit(0);", "C.cuDriverGetVersion(ctypes.byref(v));"])
 def test_process_started_after_the_suspend_needs_no_slice(session, until, first):
-    """The driver has not suspended this process. So a tool like nvidia-smi resumes no session."""
+    """A process that starts after the suspend is not suspended.
+
+    So the queries of a tool like nvidia-smi resume no session.
+    """
     child, suspender = with_context(session), Suspender(session, 1)
     suspender.suspend([child.pid], until)
     late = session.child()
@@ -185,7 +191,8 @@ def test_process_started_after_the_suspend_takes_no_slot(session, until):
     late = session.child()
     assert late.do(NVML + "n.nvmlInit();" + COUNT) == 2
     assert [slot.pid for slot in session.slots()] == [child.pid]
-    # The process has seen the gate open. So the next suspend may include it, whatever the epoch is.
+    # The process makes a call while the gate is open. From then on, a suspend may include the
+    # process, even in the same epoch.
     session.page.set_gate(pages.UNUSED)
     assert late.do(COUNT) == 2
     session.page.set_gate(pages.CLOSED)
@@ -195,7 +202,7 @@ def test_process_started_after_the_suspend_takes_no_slot(session, until):
 
 
 def test_suspend_does_not_wait_for_a_call_that_cannot_return(session, until):
-    """A call cannot return if a handler leaves the call by siglongjmp, or if its thread ends."""
+    """A call never returns if a signal handler leaves it by siglongjmp, or if its thread ends."""
     child = with_context(session)
     enter = "C.gpupool_nvml_enter(None, ctypes.c_bool(True))"
     child.do(enter)
@@ -217,10 +224,11 @@ def test_interrupt_ends_the_wait(session):
     child = with_context(session)
     session.page.set_gate(pages.CLOSED)
     child.do("L, results = ctypes.CDLL('libnvidia-ml.so.1'), []; c = ctypes.byref(ctypes.c_uint())")
-    # The interpreter runs this statement as one step: it stores the result, then raises.
+    # extend() and map() are one step of the interpreter. So the result is in the list before the
+    # interpreter raises KeyboardInterrupt.
     child.send("results.extend(map(L.nvmlDeviceGetCount_v2, [c]))")
     session.broker.asked(1)
-    session.broker.stop()  # an interrupt does not withdraw a request to a running broker
+    session.broker.stop()  # with a running broker, an interrupt would not end the wait
     os.kill(child.pid, signal.SIGINT)
     assert child.reply()[:2] == ("raised", "KeyboardInterrupt")
     assert child.do("_ = results") == [27]  # NVML_ERROR_NOT_READY

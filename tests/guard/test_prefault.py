@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Populated mappings of a checkpoint: several threads of the guard fill them with huge pages."""
+"""Populated mappings for a checkpoint: several threads of the guard fill them with huge pages."""
 
 from pathlib import Path
 
@@ -8,7 +8,8 @@ import pytest
 
 MiB = 1 << 20
 
-#: MAP_PRIVATE, MAP_ANONYMOUS and MAP_POPULATE together; without MAP_POPULATE; with MAP_NORESERVE.
+#: POPULATED is MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE. UNPOPULATED lacks MAP_POPULATE. RESERVED
+#: also has MAP_NORESERVE.
 POPULATED, UNPOPULATED, RESERVED = 0x8022, 0x22, 0xC022
 
 MAP = """
@@ -69,7 +70,7 @@ def test_populated_mapping_is_resident_and_filled_with_zeros(child, size, call):
     reason="this kernel has no transparent huge pages",
 )
 def test_populated_mapping_may_have_huge_pages(child):
-    """If Linux has no free huge page, it makes small pages."""
+    """The mapping asks Linux for huge pages. Without a free huge page, Linux uses small pages."""
     assert mapped(child, 64 * MiB)[2]
 
 
@@ -92,7 +93,10 @@ def test_guard_does_not_change_other_mappings(child, size, prot, flags):
 
 
 def test_process_with_its_slice_gets_plain_mappings(session, child):
-    """A library may move a mapping with mremap(). This works only if the mapping is one piece."""
+    """With the gate open, the guard leaves a mapping in one piece.
+
+    A library may move a mapping with mremap(), and this fails on a mapping of several pieces.
+    """
     session.page.set_gate(0)
     assert mapped(child, 64 * MiB)[1:3] == (64 * MiB, False)
 

@@ -18,10 +18,10 @@ from tests.emulated import library_dir
 NOT_INITIALIZED, NO_DEVICE, NOT_FOUND, NOT_SUPPORTED = 3, 100, 500, 801
 PER_THREAD = 2
 
-#: Statements of a child. get(name, version, flags) calls cuGetProcAddress_v2, or the older form
-#: with four arguments if ``form`` names it. get returns (error, address, status).
-#: call(address, ...) calls the function at this address. at(symbol) returns the address of the
-#: guard's export.
+#: Statements of a child. get() calls cuGetProcAddress_v2 and returns (error, address, status). With
+#: ``form``, get() calls the older form, which has four arguments. call() calls the function at an
+#: address. at() returns the address of a function that the guard exports. value() calls a function
+#: and returns the value that the function stores.
 HELP = """
 def get(name, version=13000, flags=0, form=C.cuGetProcAddress_v2, with_status=True):
     p, status = ctypes.c_void_p(77), ctypes.c_int(77)
@@ -48,7 +48,7 @@ def emulated(session):
 
 @pytest.fixture
 def odd_as(session, compiled):
-    """Return a function that links the odd driver with the given flags and starts a child on it."""
+    """Return a function that links the odd driver with given flags and starts a child with it."""
 
     def make(*link):
         driver = compiled("odd_driver", "-shared", "-fPIC", "-fvisibility=hidden", *link,
@@ -62,7 +62,10 @@ def odd_as(session, compiled):
 
 @pytest.fixture
 def odd(odd_as):
-    """Return a child on the odd driver. The driver finds its own functions by their names."""
+    """Return a child with the odd driver.
+
+    With -Bsymbolic, the driver's names lead to its own functions.
+    """
     return odd_as("-Wl,-Bsymbolic")
 
 
@@ -104,7 +107,7 @@ def test_version_and_flags_select_the_form_of_a_call(emulated, name, version, fl
 
 
 def test_guard_answers_a_missing_name_as_the_driver_does(emulated, odd):
-    """The form with a status succeeds. The older form fails and does not change the pointer."""
+    """cuGetProcAddress_v2 succeeds with a status. The older form fails and keeps the pointer."""
     assert odd.do("_ = get('cuNoSuchCall')") == (0, None, 1)
     assert odd.do("_ = get('cuNoSuchCall', with_status=False)") == (0, None, 77)
     assert odd.do("_ = get('cuTooNew')") == (0, None, 2)
@@ -119,14 +122,14 @@ def test_guard_answers_a_missing_name_as_the_driver_does(emulated, odd):
 
 @pytest.mark.parametrize("name", ["cuInit", "cuMemAlloc", "cuNoSuchCall"])
 def test_guard_refuses_a_too_new_version_as_the_driver_does(emulated, name):
-    """The guard changes neither the pointer nor the status. The older form has no status."""
+    """The call fails, and changes neither the caller's pointer nor the caller's status."""
     for version in (13010, 2**31 - 1):
         for options in ("", ", with_status=False", ", form=C.cuGetProcAddress", ", flags=2"):
             assert emulated.do(f"_ = get({name!r}, {version}{options})") == (1, 77, 77)
 
 
 def test_cugetprocaddress_before_cuda_12_has_four_arguments(odd):
-    """With four arguments, the guard must not use the place where a fifth one would be."""
+    """The older form has four arguments. The guard must not write a status to a fifth argument."""
     assert odd.do("_ = get('cuStreamCreate', 11080, 1, C.cuGetProcAddress)[2]") == 77
     four = odd.do("_ = get('cuGetProcAddress', 11030)")[1]
     five = odd.do("_ = get('cuGetProcAddress', 12000)")[1]
@@ -134,7 +137,10 @@ def test_cugetprocaddress_before_cuda_12_has_four_arguments(odd):
 
 
 def test_guard_returns_the_call_that_the_driver_gives_for_a_name(odd):
-    """The guard compares the address that the driver returns, not only the name."""
+    """The driver may have several forms of a call with one name.
+
+    The guard recognises a form by the address that the driver returns.
+    """
     flags = odd.do("C.cuInit(0); _ = get('cuGraphInstantiate', 14000)[1]")
     assert flags == odd.do("_ = at('cuGraphInstantiateWithFlags')")
     out = "ctypes.byref(ctypes.c_void_p())"
@@ -153,7 +159,10 @@ def test_guard_returns_the_call_that_the_driver_gives_for_a_name(odd):
     ],
 )
 def test_memory_shared_with_other_devices_pins_the_session(odd, session, call, pin):
-    """The guard pins the session if the call succeeds. The emulated driver's call always fails."""
+    """The guard pins the session only if the call succeeds.
+
+    The emulated driver's call always fails, so this test uses the odd driver.
+    """
     assert odd.do("C.cuInit(0); _ = " + call.format("None" if "Handle" in call else 0)) == 1
     assert session.slots()[0].pins == 0
     assert odd.do("_ = " + call.format("ctypes.c_void_p(8)" if "Handle" in call else 1)) == 0
@@ -161,7 +170,7 @@ def test_memory_shared_with_other_devices_pins_the_session(odd, session, call, p
 
 
 def test_calls_reach_a_driver_that_returns_the_guards_functions(odd_as):
-    """The driver looks up names in the process, and finds the guard's functions first."""
+    """Without -Bsymbolic, the driver's look-up of its own functions finds the guard's functions."""
     odd = odd_as()
     found = odd.do("C.cuInit(0); _ = get('cuStreamCreate')[1]")
     assert found == odd.do("_ = at('cuStreamCreate')")
@@ -185,7 +194,10 @@ def test_version_and_flags_reach_the_driver_unchanged(odd):
 
 
 def test_guard_knows_an_unexported_function_by_its_name(odd):
-    """The guard wraps and counts such a call, and calls the address that the driver returned."""
+    """The driver may return a function that it does not export.
+
+    The guard wraps and counts this function too, and calls the address that the driver returned.
+    """
     alloc = odd.do("_ = get('cuMemAlloc')")[1]
     assert alloc == odd.do("_ = at('cuMemAlloc_v2')")
     assert odd.do(f"C.cuInit(0); _ = value({alloc}, ctypes.c_size_t(8))") == 0x2000 + 8
@@ -246,7 +258,10 @@ def test_calls_that_the_driver_lacks_return_not_found(odd):
 
 
 def test_driver_answers_calls_before_cuinit(session, odd):
-    """The driver also answers calls that the guard refuses. NVIDIA's drivers return 3 for them."""
+    """Before cuInit, the driver answers even the calls that the guard refuses.
+
+    NVIDIA's drivers return 3 for these calls.
+    """
     managed = "_ = C.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(8), 1)"
     wrong = "ctypes.c_void_p(8)"  # NVIDIA's drivers check no argument before cuInit
     assert odd.do("v = ctypes.c_uint(); _ = C.cuMemAlloc(ctypes.byref(v), 5), v.value") == (0, 5)
@@ -334,7 +349,7 @@ def test_every_library_name_finds_the_same_guard(session, guard_dir):
 
 
 def test_second_copy_of_the_guard_uses_the_first_one(session, tmp_path):
-    """There is only one gate and one count, so a call through the copy counts once."""
+    """Both copies use one gate and one count. So a call that passes through both counts once."""
     copy = tmp_path / "libcuda.so.1"
     shutil.copy(guard_build.DEFAULT_OUT / "libcuda.so.1", copy)
     child = session.child()
@@ -362,7 +377,10 @@ print(*sorted({l.split()[-1] for l in open("/proc/self/maps") if "libcuda" in l}
 
 
 def which(session, **variables):
-    """Return the result of cuInit, and the process's other libraries with the driver's name."""
+    """Run a process; return cuInit's result, and the paths of all loaded libcuda files.
+
+    The guard itself is left out.
+    """
     error, paths = session.python(WHICH, GPUPOOL_PAGE=None, **variables).splitlines()
     guard = os.path.realpath(session.directory / "libcuda.so.1")
     return int(error), [path for path in paths.split() if path != guard]
@@ -401,7 +419,10 @@ def test_guard_skips_files_that_the_loader_skips(session, copies):
 
 
 def test_guard_uses_the_search_path_at_the_start_of_the_process(session, copies):
-    """The loader also uses this path. A later change of the environment affects only children."""
+    """The guard uses the LD_LIBRARY_PATH with which the process started, as the loader does.
+
+    A later change of the variable affects only children of the process.
+    """
     code = "import os; os.environ.pop('LD_LIBRARY_PATH')\n" + WHICH
     found = session.python(code, LD_LIBRARY_PATH=f"{session.directory}:{copies[1]}")
     assert str(copies[1] / "libcuda.so.1") in found
@@ -447,7 +468,7 @@ assert C.cuGetErrorName(0, None) == 1
 
 
 def test_guard_reads_the_loaders_cache(guard_dir, tmp_path):
-    """The real cache belongs to the system, so the test gives the search another file name."""
+    """The test must not change the system's cache, so it compiles the search with another path."""
     assert guard_dir.is_dir()  # the fixture has compiled the emulated driver
     program = tmp_path / "search"
     source = tmp_path / "search.c"

@@ -10,9 +10,11 @@ from jupyter_gpupool.guard import build
 from tests.emulated import build as emulator_build
 
 MIB = 1 << 20
-#: Size of a context: much smaller than each request, so that lost bytes cannot look like a context.
+#: Size of a context. Each request is much larger, so bytes that the guard loses are not mistaken
+#: for a context.
 CONTEXT = 2 * MIB
-#: Less than the largest request, so that the guard refuses some requests even without contention.
+#: The limit of the session. The largest request exceeds it, so the guard refuses some requests even
+#: if only one thread allocates.
 LIMIT = CONTEXT + 64 * MIB
 
 
@@ -55,7 +57,7 @@ def instrumented(request, tmp_path_factory):
     return f"-fsanitize={request.param}", {
         "LD_PRELOAD": f"{found}:{folder / 'guard' / 'libcuda.so.1'}",
         "LD_LIBRARY_PATH": f"{folder / 'guard'}:{folder / 'driver'}",
-        # The driver does not free the handles of destroyed contexts.
+        # No search for leaks: the driver does not free the handles of destroyed contexts.
         "ASAN_OPTIONS": "halt_on_error=1:detect_leaks=0",
         "TSAN_OPTIONS": "halt_on_error=1",
     }

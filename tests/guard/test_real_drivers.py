@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The answers of NVIDIA's own libraries, compared with the guard's lists and with its answers.
+"""Compares the answers of NVIDIA's own libraries with the guard's lists and the guard's answers.
 
 The repository does not have these libraries. tests/driver_records has their exports and their
 answers to cuGetProcAddress, and these tests make a driver from such a record.
@@ -18,8 +18,8 @@ from tests.driver_records.record import functions, records
 
 PLAIN, PER_THREAD = range(2)
 
-#: A debugger calls these functions in the process that it debugs, or sets breakpoints in them. It
-#: finds them by name, and must find the driver's own functions.
+#: The exported functions that the guard does not replace. A debugger finds them by name in the
+#: debugged process, to call them or to set breakpoints. It needs the driver's own functions.
 OF_DEBUGGERS = {
     "cudbgApiAttach", "cudbgApiDetach", "cudbgApiInit", "cudbgMain", "cudbgReportDriverApiError",
     "cudbgReportDriverInternalError",
@@ -60,7 +60,7 @@ def driver(record):
 
 
 def test_part_of_a_record_is_enough_to_build_the_driver(record, driver):
-    """The fixture ``driver`` uses a part of the record; this test shows that the part is enough."""
+    """The part of a record that the fixture ``driver`` leaves out adds no information."""
     given = {form for pair in driver["answers"].values() for steps in pair for _, form in steps}
     assert given <= set(driver["exports"])
     assert len(given) > 580
@@ -94,7 +94,10 @@ def test_entries_name_the_first_driver_version_of_each_form(driver, entries):
 
 
 def _source(driver, inner):
-    """Return a driver's C source. With ``inner``, its answers are unexported functions."""
+    """Return a driver's C source.
+
+    With ``inner``, cuGetProcAddress returns functions that the driver does not export.
+    """
     own = ("cuInit", "cuDriverGetVersion", "cuGetProcAddress", "cuGetProcAddress_v2")
     head = (
         '#include <stddef.h>\n#include <string.h>\n#define X __attribute__((visibility("default")))'
@@ -116,8 +119,8 @@ def _source(driver, inner):
             for since, form in steps:
                 at = f"inner_{form}" if inner and form not in own else form
                 lines.append(f'{{"{base}", {side}, {since}, (void *){at}}},')
-    # If the record has no bound, every version is at most NEWEST. NVIDIA's comparison is signed, so
-    # the driver also accepts version -1.
+    # NEWEST is the largest version that the driver accepts. If the record has no bound, NEWEST is
+    # the largest int. As in NVIDIA's driver, the comparison is signed, so version -1 is accepted.
     lines.append(f"{{0}}}};\nenum {{ NEWEST = {(driver['refused'] or 2**31) - 1} }};")
     lines.append(
         """static int find(const char *name, unsigned version, unsigned side, void **out)
@@ -153,7 +156,8 @@ int cuGetProcAddress(const char *name, void **out, int version, unsigned long lo
     return "\n".join(lines) + "\n"
 
 
-#: A program that asks the driver each question of a file. It prints names instead of addresses.
+#: A program that reads questions from a file and asks cuGetProcAddress each question. For the
+#: address of a function, it prints the name of the function.
 ASK = """
 import ctypes, json, sys
 C = ctypes.CDLL("libcuda.so.1")

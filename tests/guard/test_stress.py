@@ -52,7 +52,7 @@ def _stress(session, until, commands, cycles, **variables):
     assert [word for word, *_ in lines] == ["done"] * len(children)
     operations, checks, refused = (sum(int(line[i]) for line in lines) for i in (1, 2, 3))
     page = session.page.read()
-    assert page.used[0] == CONTEXT * len(children)  # the guard has credited every allocation
+    assert page.used[0] == CONTEXT * len(children)  # only the contexts are left
     # The other slots belong to children of these processes.
     mine = [slot for slot in page.slots if slot.pid in pids]
     assert len(mine) == len(pids)
@@ -84,9 +84,10 @@ def test_suspends_of_two_processes_under_load_lose_nothing(make_session, compile
 
 
 def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until, tmp_path):
-    """A garbage collector frees memory at any time, also while the session has no lease.
+    """A garbage collector may free memory while the session has no lease.
 
-    While it frees memory, it holds a lock that other threads need.
+    The collector holds a lock during the free. Other threads need this lock, so the free must not
+    wait for a lease.
     """
     session = make_session()
     counter = tmp_path / "collected"
@@ -136,7 +137,10 @@ def test_a_thousand_suspends_under_load_lose_nothing(make_session, compiled, ptx
 
 @pytest.fixture(scope="session")
 def instrumented(tmp_path_factory, compiled):
-    """Return a function that maps a kind to (program, variables of its environment)."""
+    """Return a function that builds the program and its libraries with a kind of sanitizer.
+
+    The function returns the program and its environment variables.
+    """
     made = {}
 
     def get(kind):

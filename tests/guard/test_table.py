@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Tests that no way to allocate device memory exceeds the limit: table.c, and its page in docs."""
+"""Runs table.c: no way to allocate device memory exceeds the limit, and the docs show its table."""
 
 import os
 import subprocess
@@ -16,8 +16,8 @@ SOURCES = Path(__file__).parents[2] / "jupyter_gpupool" / "guard" / "src"
 DOCS = Path(__file__).parents[2] / "docs" / "guard-table.md"
 COLUMNS = ("main", "thread", "fork", "exec", "static", "address", "per-thread")
 
-#: The page's text above the table. If the page is old, the test prints the command that rewrites
-#: it.
+#: The text above the table in docs/guard-table.md. If this page differs from the program's output,
+#: the test prints the command that rewrites the page.
 HEAD = """\
 <!-- Written by GPUPOOL_WRITE_TABLE=1 python -m pytest tests/guard/test_table.py -->
 
@@ -68,7 +68,7 @@ def test_docs_page_shows_the_programs_output(table):
 
 
 def test_most_cells_of_the_table_fail_without_a_guard(table, session, compiled):
-    """This shows that the test can fail: without the guard most cells fail."""
+    """Without the guard, most cells must fail. This shows that the tests above can fail."""
     program = compiled("table", f"-I{SOURCES}", "-ldl", "-pthread")
     env = {**os.environ, **session.machine_env, "GPUPOOL_PAGE": str(session.page_path)}
     env["TABLE_NVML"] = str(library_dir() / "libnvidia-ml.so.1")

@@ -80,7 +80,10 @@ for t in threads: t.start()
 
 @pytest.fixture
 def foreign(session, waiting, compiled):
-    """Return the child ``waiting``, with a waiting thread that the interpreter does not know."""
+    """Return the child ``waiting`` with one more waiting thread.
+
+    A C library made this thread, and the interpreter does not know the thread.
+    """
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(NOTE)
     waiting.do(f"F = ctypes.CDLL({str(library)!r})")
@@ -94,7 +97,7 @@ def held(session):
 
 
 def test_first_interrupt_does_not_end_another_threads_call(session, foreign, until):
-    """JAX donates arrays to a call. If the call fails, these arrays are lost."""
+    """A failed call may lose data: JAX gives arrays away to a call, and loses them if it fails."""
     foreign.do("import pty; terminal, end = pty.openpty(); os.dup2(end, 2)")
     foreign.process.send_signal(signal.SIGINT)
     until(lambda: held(session) == [1])
@@ -188,7 +191,10 @@ t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
 
 
 def test_interrupt_with_a_new_handler_also_ends_the_wait(session, waiting, until):
-    """An IPython kernel sets a handler for each cell, also while threads of earlier cells wait."""
+    """An IPython kernel sets an interrupt handler for each cell.
+
+    Threads of earlier cells may be waiting at this moment.
+    """
     waiting.do("""
 results = []
 t = threading.Thread(target=lambda: results.append(C.cuCtxSynchronize())); t.start()
@@ -209,7 +215,7 @@ t = threading.Thread(target=lambda: results.append(C.cuCtxSynchronize())); t.sta
 
 
 def test_handlers_that_call_each_other_do_not_loop(session, waiting, compiled):
-    """During a wait, a library installs a handler that also calls the guard's handler."""
+    """During a wait, a library sets its own handler, which then calls the guard's handler."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(f"F = ctypes.CDLL({str(library)!r}); called = ctypes.c_int.in_dll(F, 'called')")
     waiting.do(NOTE)
@@ -267,7 +273,7 @@ stop = True
 
 
 def test_thread_unknown_to_the_interpreter_can_wait(session, waiting, compiled):
-    """The process has an interpreter, but this thread has no interpreter state to save."""
+    """The interpreter does not know this thread. So the guard has no thread state to save."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(f"F = ctypes.PyDLL({str(library)!r})")
     assert waiting.do("_ = F.begin()") == 0
@@ -279,7 +285,10 @@ def test_thread_unknown_to_the_interpreter_can_wait(session, waiting, compiled):
 
 
 def test_suspended_kernel_shuts_down_without_a_lease(session, waiting):
-    """The destructors' calls fail at once: the end of the process frees all memory anyway."""
+    """When the interpreter ends, the CUDA calls of destructors fail at once.
+
+    The end of the process frees all memory.
+    """
     waiting.do("""
 class Tensor:
     def __del__(self, write=os.write, free=C.cuCtxSynchronize):
@@ -335,7 +344,10 @@ def test_restarted_broker_is_asked_again(session, waiting):
 
 @pytest.fixture
 def service(session):
-    """Return the socket of a machine-wide service: a link to the socket of the session's broker."""
+    """Return the socket path of a machine-wide service.
+
+    The path is a link to the socket of the session's broker.
+    """
     folder = Path(f"/run/gpupool-test-{os.getpid()}")
     try:
         folder.mkdir()
@@ -348,7 +360,10 @@ def service(session):
 
 
 def test_guard_waits_for_a_service_and_never_starts_it(session, service):
-    """Only the service manager may start this broker, and that may take long."""
+    """The call waits, because only the service manager may start the broker of a service.
+
+    Such a start may take long.
+    """
     Path(f"{service}.start.json").write_text("{}")
     called = session.folder / "called"
     child = session.child(GPUPOOL_SOCKET=str(service), GPUPOOL_REVIVE=f"touch {called}")
@@ -364,7 +379,10 @@ def test_guard_waits_for_a_service_and_never_starts_it(session, service):
 
 
 def test_waiting_threads_start_a_dead_broker_only_once(session, until):
-    """The program that starts the broker is not the process's child. Its environment is clean."""
+    """The command that starts the broker gets a clean environment.
+
+    The broker does not become a child of this process.
+    """
     out = session.folder / "out"
     command = f"{{ echo $PPID; env; }} >> {out}; sleep 5 &"
     child = session.child(GPUPOOL_REVIVE=command)
@@ -469,10 +487,10 @@ def test_refused_growth_is_requested_again_only_after_a_change(session):
     session.page.set_vain([700 << 20], an_hour)
     assert child.do("_ = [alloc(700 << 20) for _ in range(50)]") == [OUT_OF_MEMORY] * 50
     assert session.broker.messages == []
-    # Together with the context, this request is the refused total.
+    # The sum of this request and the context is exactly the refused total.
     assert child.do("_ = alloc(668 << 20)") == OUT_OF_MEMORY
     assert session.broker.messages == []
-    # Together with the context, this request is less than the refused total.
+    # The sum of this request and the context is less than the refused total.
     assert child.do("_ = alloc(660 << 20)") == OUT_OF_MEMORY
     assert len(session.broker.messages) == 1
     assert child.do("_ = alloc(400 << 20) > 1 << 20") is True  # this fits in the grant
@@ -496,7 +514,7 @@ def test_dead_processes_are_reaped_despite_an_earlier_refusal(session):
 
 
 def test_wait_for_growth_delays_no_suspend(session, until):
-    """The call is not inside the driver. So the session can be suspended while the call waits."""
+    """A call that waits for growth does not count as inside. So a suspend does not wait for it."""
     child = session.child()
     assert child.do("_ = context()") == 0
     asked, go = threading.Event(), threading.Event()
@@ -561,7 +579,7 @@ def test_calls_without_cuinit_neither_wait_nor_ask_the_broker(session, call, hid
 
 
 def test_call_asks_again_when_the_broker_is_busy(session, waiting):
-    """The user has too many connections, but this is no reason to fail a CUDA call."""
+    """The broker answers "busy" if a user has too many connections. The CUDA call must not fail."""
     answers = [{"type": "error", "id": None, "code": "busy", "message": "M."}] * 3
     session.broker.answer = lambda message: (
         answers.pop() if answers else session.attach_on_request(message)

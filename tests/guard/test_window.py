@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The launch window: while the slice is contended, submitted work is done within milliseconds."""
+"""The launch window: while the slice is contended, a process has little unfinished work queued."""
 
 import time
 
@@ -9,11 +9,11 @@ import pytest
 from jupyter_gpupool.guard import page as pages
 from tests.emulated import PTX
 
-#: SLOW_MS: milliseconds for which a slow GPU kernel runs. MANY: a number of slow GPU kernels that
-#: together run for two seconds.
+#: SLOW_MS: how long a slow GPU kernel runs, in milliseconds. MANY: how many slow GPU kernels a test
+#: launches. Together they run for two seconds.
 SLOW_MS, MANY = 5, 400
 
-#: Upper limit of the seconds of work in the queue. Usually the window lets about 20 ms of work in.
+#: The most seconds of work that a contended process may have queued. Usually it has about 20 ms.
 SHORT = 0.3
 
 LAUNCH = """
@@ -71,11 +71,14 @@ def test_contended_program_has_little_work_in_flight(session, child):
 
 
 def test_window_grows_while_kernels_are_short(session, child):
-    """After a few short waits, hundreds of launches follow without a wait."""
+    """Each short wait doubles the window.
+
+    After a few short waits, hundreds of launches need no wait.
+    """
     session.page.set_contended(True)
     child.do("launches(2100, 0.001); assert C.cuCtxSynchronize() == 0")
     assert child.do("launches(300, 5); _ = left()") > 0.5
-    # The next wait is long. After this wait the window is small again.
+    # The next wait is long, so it makes the window small again.
     assert child.do(f"launches(2100, 1); launches(100, {SLOW_MS}); _ = left()") < SHORT
 
 
@@ -122,7 +125,10 @@ ways = {
 
 
 def test_launch_does_not_wait_while_a_graph_is_recorded(session, child):
-    """A synchronise would end the recording with an error (nvshare#22)."""
+    """A launch does not wait while its stream records a graph.
+
+    A synchronise would end the recording with an error (nvshare#22).
+    """
     session.page.set_contended(True)
     child.do("""
 assert C.cuStreamBeginCapture_v2(stream, 0) == 0
@@ -164,7 +170,10 @@ t.join()
 
 
 def test_other_threads_of_the_interpreter_run_during_a_wait(session, child):
-    """A caller that holds the interpreter's lock releases it: a host function may need the lock."""
+    """During a wait, the guard releases the caller's interpreter lock.
+
+    A host function on the device may need this lock.
+    """
     session.page.set_contended(True)
     ticks = child.do("""
 ticks, stop = 0, False
@@ -194,7 +203,10 @@ def test_launch_does_not_wait_for_work_on_another_stream(session, child):
 
 
 def test_launch_stops_counting_as_inside_when_the_gate_closes(session, child, until):
-    """A waiting launch soon no longer counts as a call inside, and does not delay a suspend."""
+    """When the gate closes, a waiting launch soon stops counting as a call inside.
+
+    So the launch does not delay the suspend.
+    """
     session.page.set_contended(True)
     child.do("launches(1, 1)")
     child.send("launches(4, 2000); _ = left()")

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A real JupyterHub with its proxy, real accounts, and a broker with the service's rights.
 
-The long form, ``make test-hub``, has its own environment and makes its own accounts. The short form
-uses the environment and the account of the tests.
+These tests have two forms. The long form, ``make test-hub``, has its own environment and makes its
+own accounts. The short form uses the environment and the account of all other tests.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Installed(NamedTuple):
     proxy: Path
 
 
-#: Any account can read the files of this environment. Its proxy is the Node.js program that sites
-#: use.
+#: The environment of the long form. Every account can read its files. Its proxy is a Node.js
+#: program, as on real sites.
 OWN = Installed(HUB / "bin", HUB / "chp" / "node_modules" / ".bin" / "configurable-http-proxy")
 
-#: The environment of the tests. Its proxy is a package of PyPI, so no other package registry is
-#: needed.
+#: The environment of the short form. Its proxy is a PyPI package, so this form needs no other
+#: package registry.
 TESTS = Installed(
     Path(sys.executable).parent, Path(sys.executable).with_name("configurable-http-proxy")
 )
@@ -82,9 +82,7 @@ class Account:
 
 
 class MachineBroker(kit.Broker):
-    """The machine's broker: root, but only with the capabilities that the unit of
-    the service allows.
-    """
+    """The machine's broker. It runs as root, with only the capabilities of the service's unit."""
 
     def start(self):
         names = ",".join("+" + name.removeprefix("CAP_").lower() for name in CAPABILITIES)
@@ -107,7 +105,10 @@ class MachineBroker(kit.Broker):
 
 
 def free_ports(count):
-    """Return free ports that are below the range from which Linux chooses ports."""
+    """Return free ports.
+
+    They are below the range from which Linux chooses ports, so Linux gives them to no other socket.
+    """
     with ExitStack() as open_ones:
         found = []
         while len(found) < count:
@@ -119,10 +120,10 @@ def free_ports(count):
 
 
 class Hub:
-    """JupyterHub with the example's configuration and some values of the test.
+    """JupyterHub with the configuration of the example and changes for the test.
 
-    ``course``: the users who have the example's role. ``environment`` and ``arguments``: more
-    environment variables and arguments for the users' servers.
+    ``course`` lists the users who have the example's role. ``environment`` and ``arguments`` are
+    additional environment variables and arguments of the users' servers.
     """
 
     def __init__(self, folder, pool_socket, *, course, installed=OWN, environment=(), arguments=()):
@@ -176,7 +177,8 @@ c.Spawner.default_url = "/tree"
     def start(self):
         path = f"{self.installed.bin}:{os.environ['PATH']}"
         environment = {**kit.environment(self.folder), "PATH": path, **self.variables}
-        # The Hub reads the environment's own kernels and extensions, as an installed Hub does.
+        # Without these two variables, the Hub finds the installed kernels and extensions, as on a
+        # real site.
         for name in ("JUPYTER_NO_CONFIG", "JUPYTER_PREFER_ENV_PATH"):
             environment.pop(name)
         with self.log.open("ab") as log:
@@ -213,7 +215,7 @@ c.Spawner.default_url = "/tree"
         wait_until(lambda: not self._end_servers(), "the end of the Hub's servers and kernels")
 
     def _end_servers(self):
-        """Kill the remaining servers with their kernels; return their process ids."""
+        """Kill the servers and kernels that still run; return the ids of the killed processes."""
         mark = f"JUPYTERHUB_API_URL=http://127.0.0.1:{self.ports['hub']}/".encode()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -250,7 +252,7 @@ c.Spawner.default_url = "/tree"
     def kernel(self, path, running=""):
         """Return an object that runs cells in a pooled kernel of a server.
 
-        Without the id of a ``running`` kernel, start a new kernel.
+        ``running`` is the id of a kernel that already runs. Without an id, start a new kernel.
         """
         base, headers = f"127.0.0.1:{self.ports['public']}{path}api/kernels", {
             "Authorization": f"token {TOKEN}"

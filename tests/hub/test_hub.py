@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""JupyterHub with two accounts of the machine, which share GPUs through the machine's broker.
+"""JupyterHub with two accounts. The accounts share a GPU through the machine's broker.
 
-The configuration is that of ``examples/jupyterhub``. ``make test-hub`` makes the environment.
+The Hub has the configuration of ``examples/jupyterhub``. ``make test-hub`` makes the environment.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_two_users_of_a_hub_share_one_gpu_through_restarts(site):
     # The earlier kernel keeps the group "students", and the new kernel has "research".
     assert groups == {"students", "research"}
 
-    # A restart of the Hub ends no server and no kernel.
+    # The servers and kernels survive a restart of the Hub.
     hub.stop()
     hub.start()
     assert set(owners(broker)) == {ada, bob}
@@ -133,7 +133,7 @@ def test_culler_ends_an_idle_server_and_keeps_a_waiting_server(site):
         env={**os.environ, "JUPYTERHUB_API_TOKEN": TOKEN},
     )  # fmt: skip
     try:
-        # The culler ends the other server, whose kernel has kept the only GPU so far.
+        # The kernel of the other server keeps the only GPU until the culler ends this server.
         assert mine.end(cell)["status"] == "ok"
     finally:
         culler.kill()

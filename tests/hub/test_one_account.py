@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """A real JupyterHub with only the account of the tests: the short form of ``test_hub.py``.
 
-The long form has two accounts, the service's capabilities, restarts and the Node.js proxy.
+Only the long form has two accounts, the service's capabilities, restarts and the Node.js proxy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .test_hub import CHECK, FILL, owners
 
 @pytest.fixture
 def site():
-    """A Hub whose only user runs the tests, and a broker that asks the Hub for groups."""
+    """A Hub with one user, the account of the tests, and a broker that asks the Hub for groups."""
     folder = kit.short_folder()
     name = pwd.getpwuid(os.geteuid()).pw_name
     broker = kit.Broker(folder, emulate=kit.ONE, default_memory=200 * kit.MiB)

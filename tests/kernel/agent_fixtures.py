@@ -43,7 +43,7 @@ def old_python() -> str:
 
 
 def _link_requirements(folder: Path) -> None:
-    """Link the requirements of ipykernel from this environment: a new installation takes 10 s."""
+    """Link ipykernel's requirements into ``folder``. An installation of copies would take 10 s."""
     seen = {"ipykernel"}
     wanted = _requirements("ipykernel")
     while wanted:
@@ -60,7 +60,7 @@ def _link_requirements(folder: Path) -> None:
 
 
 def _requirements(name: str) -> list[str]:
-    """Return the names of the installed requirements of a package."""
+    """Return the names of the packages that a package requires in this environment."""
     lines = map(Requirement, distribution(name).requires or ())
     return [
         canonicalize_name(line.name)

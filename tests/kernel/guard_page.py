@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Helpers that write the session's page in place of a guard.
 
-The agent only reads the page and the list of mapped files. So a page, and an empty library with
-the guard's name, make the agent believe that there is a guard.
+To find a guard, the agent reads only the page and the list of mapped files. A page and an empty
+library with the guard's name look like a guard to the agent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.guard.page import CLOSED, UNUSED, Page
 from jupyter_gpupool.procfs import identify
 
-#: The fields of ``struct page_slot`` from the first to ``context``, the bytes charged for contexts.
+#: The first fields of ``struct page_slot``. The last of these fields is ``context``, which has the
+#: bytes charged for contexts.
 _SLOT = struct.Struct("<IIQIIII8Q8Q")
 
 

@@ -24,7 +24,7 @@ AGENT = "--IPKernelApp.extra_extensions=jupyter_gpupool.kernel"
 
 
 class Execution:
-    """One execute request, with its reply and its outputs as a notebook would save them."""
+    """One execute request and its reply. ``outputs`` are the outputs that a notebook would save."""
 
     def __init__(self, kernel: Kernel, msg_id: str) -> None:
         self.kernel = kernel
@@ -34,7 +34,7 @@ class Execution:
         self.idle = False
 
     def until(self, kind: str, timeout: float = 60) -> dict[str, Any]:
-        """Return the next iopub message of this kind."""
+        """Return the first iopub message of this kind; wait for it if it has not come yet."""
         deadline = time.monotonic() + timeout
         while True:
             for message in self.messages:
@@ -45,7 +45,7 @@ class Execution:
     def shows(self, text: str, timeout: float = 60) -> None:
         """Wait until the outputs contain ``text``.
 
-        The agent may first show a wait without its queue position.
+        The agent may update an output. For example, it adds the queue position to a wait later.
         """
         deadline = time.monotonic() + timeout
         while text not in self.text:
@@ -70,8 +70,9 @@ class Execution:
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
-        """Return the outputs that remain after ``clear_output`` and
-        ``update_display_data`` messages.
+        """Return the outputs as a notebook shows them.
+
+        Messages ``clear_output`` and ``update_display_data`` change earlier outputs.
         """
         left: list[dict[str, Any]] = []
         for message in self.messages:
@@ -136,7 +137,10 @@ class Kernel:
         return self.start(code, **options).done()
 
     def value(self, expression: str) -> str:
-        """Return the text of an expression, evaluated without a cell: a cell would take a hold."""
+        """Return the value of an expression as text.
+
+        No cell runs for this, because a cell would take a hold.
+        """
         execution = self.run("", user_expressions={"it": expression}, silent=True)
         assert execution.reply is not None
         found = execution.reply["user_expressions"]["it"]
@@ -176,8 +180,9 @@ IPYKERNEL = ["-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
 def private_connection_file() -> str:
-    """Return a path in a folder that no other kernel uses: the kernel's sockets
-    are in that folder.
+    """Return a path for a connection file in a new folder.
+
+    The kernel makes its sockets in this folder, so no other kernel uses them.
     """
     folder = tempfile.mkdtemp(prefix="gpk")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -187,8 +192,8 @@ def private_connection_file() -> str:
 def private_manager(kernel_name: str) -> KernelManager:
     """Return a manager whose kernel has its own sockets.
 
-    The sockets are not TCP sockets, because a manager chooses a TCP port before the kernel binds
-    the port. Meanwhile, the kernel of another test may bind the same port.
+    The sockets are Unix sockets. With TCP, the manager would choose a port before the kernel binds
+    it, and the kernel of another test might bind the port first.
     """
     file = private_connection_file()
     return KernelManager(kernel_name=kernel_name, transport="ipc", connection_file=file)

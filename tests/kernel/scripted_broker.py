@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose answers the test decides: it queues, refuses, delays or dies on demand.
+"""A broker that answers as the test decides: it can queue, refuse, delay, or die.
 
 The broker uses the real protocol on a real socket. It checks every request as the real broker
-does, and records the request. Without a script, it grants everything at once.
+does, and records the request. If the test sets no script for a kind of request, the broker grants
+it at once.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ GiB = 1 << 30
 DEVICE = "GPU-5c21ed00-0000-0000-0000-000000000001"
 OTHER_DEVICE = "GPU-5c21ed00-0000-0000-0000-000000000002"
 
-#: A script gets the message, and returns the answer's fields, raises a refusal, or returns None
-#: for "no answer yet" (see ``ScriptedBroker.answer``).
+#: A script gets a message. To answer it, the script returns the answer's fields, or raises a
+#: refusal. If it returns None, the test answers later (see ``ScriptedBroker.answer``).
 Script = Callable[[Message], "dict[str, Any] | None"]
 
 
 class ScriptedBroker:
-    """One broker at ``path``; a test may call ``die`` and then ``start`` again, several times."""
+    """A broker at ``path``. A test may end it with ``die`` and start it again, several times."""
 
     def __init__(self, path: Path, *, attach: str = "cell") -> None:
         self.path = path
@@ -89,8 +90,9 @@ class ScriptedBroker:
         asyncio.run(serve())
 
     def hang_up(self) -> None:
-        """Cut all connections. A script may call this, as if the broker died and
-        came back at once.
+        """Cut all connections, as if the broker died and came back at once.
+
+        A script may call this method.
         """
         for writer in list(self._writers):
             writer.transport.abort()
@@ -123,7 +125,7 @@ class ScriptedBroker:
         self.scripts[kind] = lambda message: None
 
     def grant(self, hold: str) -> None:
-        """Answer a hold that has no answer yet: grant its slice."""
+        """Grant the slice to a hold that still waits for its answer."""
         self._run(lambda: self.answer(hold, self.lease()))
 
     def refuse(self, hold: str, error: GPUPoolError) -> None:
@@ -181,7 +183,7 @@ class ScriptedBroker:
                     raise AssertionError(f"no {kind} {fields} (number {count}); got {got}")
 
     def live_holds(self) -> set[str]:
-        """Return the holds that the messages have taken and not dropped."""
+        """Return the holds that the agent has taken and not yet dropped or cancelled."""
         live: set[str] = set()
         with self._changed:
             for message in self.messages:
@@ -247,7 +249,8 @@ class ScriptedBroker:
             if request_id is not None and fields is not None:
                 self._pending.pop(message.get("hold", ""), None)
                 answer = {"type": "ok", "id": request_id, **fields}
-        # Record the message before sending the answer: after the answer, tests read the messages.
+        # Record the message before the answer is sent. A test may read ``messages`` as soon as the
+        # agent has the answer.
         with self._changed:
             self.messages.append(message)
             self._changed.notify_all()

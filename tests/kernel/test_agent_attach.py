@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Visible devices, the cuInit probe and the frameworks' caps."""
+"""Tests of the visible devices, of the probe for cuInit, and of the frameworks' memory caps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_probe_detects_cuinit_without_calling_cuinit(tmp_path: Any) -> None:
 def test_visible_devices_are_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     show_devices(())
-    # The variable does not become empty. The driver would read an empty list and keep it.
+    # Without devices, the variable keeps its value. With an empty value, the driver would see no
+    # device, and it reads the variable only once.
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     show_devices(("GPU-a", "GPU-b"))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
@@ -70,7 +71,7 @@ def test_cap_leaves_room_for_the_context_and_is_never_zero() -> None:
 
 
 class FakeTorch(types.ModuleType):
-    """The part of torch.cuda 2.x that the code for the caps uses."""
+    """A fake module that has only the part of torch.cuda 2.x that FrameworkCaps uses."""
 
     def __init__(self, initialised: bool) -> None:
         super().__init__("torch")

@@ -121,7 +121,7 @@ def test_kernel_keeps_its_slice_while_another_shell_runs(
 def test_an_interrupt_ends_the_wait_of_a_subshell(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
-    """ipykernel ignores SIGINT while the main shell is idle, but SIGINT must end the wait."""
+    """While the main shell is idle, ipykernel ignores SIGINT. A subshell's wait must still end."""
     kernel = start()
     other = subshell(kernel)
     broker.hold_back()

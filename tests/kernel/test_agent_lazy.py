@@ -21,7 +21,8 @@ from jupyter_gpupool.kernel import waits
 
 MiB = 1 << 20
 
-#: Code that waits until the file ``flag`` exists. It holds no interpreter lock, as a CUDA call.
+#: Code that waits until the file ``flag`` exists. Like a CUDA call, it releases the interpreter's
+#: lock.
 INSIDE = """
 import time
 from pathlib import Path
@@ -66,7 +67,7 @@ def granted(broker: ScriptedBroker, device: str = DEVICE, epoch: int = 1) -> Non
 
 
 def inside(flag: Path) -> None:
-    """Wait until the cell runs: ipykernel publishes the cell's input before the cell runs."""
+    """Wait until the cell itself runs. ipykernel publishes the cell's input too early."""
     begun = flag.with_name(f"{flag.name}.in")
     deadline = time.monotonic() + 60
     while not begun.exists():
@@ -78,7 +79,8 @@ def inside(flag: Path) -> None:
 def read_pushes(kernel: Kernel) -> None:
     """Wait until the agent has read all earlier pushes.
 
-    The broker answers this request after the pushes, and the agent reads them in order.
+    The agent reads messages in order. When it has the answer to this request, it has read all
+    pushes that the broker sent before the answer.
     """
     assert kernel.run("%gpu pool").status == "ok"
 
@@ -106,7 +108,8 @@ def test_cells_and_widgets_send_nothing(
     kernel.run("x = 2", metadata={"tags": ["no-gpu"]})
     kernel.run("x", metadata={"tags": ["gpu"]}, silent=True)
     assert kernel.value("seen") == "[{'n': 1}]"
-    # Even with suspended state the agent sends no hold: a CUDA call would wait in the guard.
+    # The kernel has suspended state. The agent still sends no hold, because a CUDA call of the cell
+    # would wait in the guard.
     page.process(pid_of(kernel), flags=SLOT_CUDA | SLOT_CONTEXT, used=1 << 20)
     comm_done(kernel, send_comm(kernel, "comm_msg", data={"n": 2}))
     kernel.run("x = 3", silent=True)
@@ -145,7 +148,10 @@ def test_lazy_kernel_without_a_guard_uses_the_policy_cell(
     missing: str,
     reason: str,
 ) -> None:
-    """The broker assumes a guard, but the kernel has none. So the agent asks before each cell."""
+    """The agent asks for a slice before each cell, because the kernel has no guard.
+
+    The broker assumes that the kernel has one.
+    """
     kernel = start(**{missing: ""})
     kernel.run("x = 1")
     assert broker.wait_for("hold")["wait"] is True
@@ -202,7 +208,8 @@ def test_kernel_sends_resting_after_each_cell_if_a_session_waits(
     cell = kernel.start(INSIDE.format(flag=str(flag)))
     inside(flag)
     broker.push("wanted")
-    # The agent reads ``wanted`` before this ``yield``, and refuses the ``yield`` for its old epoch.
+    # Push a ``yield`` with an old epoch after ``wanted``. When the agent refuses this ``yield``, it
+    # has also read ``wanted``.
     broker.push("yield", epoch=0)
     assert broker.wait_for("yielded")["yielded"] is False
     assert not broker.seen("resting")
@@ -465,7 +472,8 @@ def test_wait_is_shown_only_for_a_cell_with_a_waiting_thread(
     kernel = start()
     page.process(pid_of(kernel), waiting=1)
     queued(broker)
-    # No cell runs, so no cell can show the wait. A widget's callback can wait at such a time.
+    # A thread waits while no cell runs, for example in a widget's callback. No cell can show this
+    # wait.
     read_pushes(kernel)
     page.process(pid_of(kernel), waiting=0)
     cell = kernel.start(INSIDE.format(flag=str(flag)) + "print(1)")
@@ -475,8 +483,8 @@ def test_wait_is_shown_only_for_a_cell_with_a_waiting_thread(
     page.process(pid_of(kernel), waiting=1)
     # The gate is open: the thread waits for its turn on the GPU, not for the slice.
     queued(broker)
-    # The sleep is longer than the delay of the display. Only time can show that no display appears.
-    # On a slow machine, the test checks less, but does not fail.
+    # A display would appear within this sleep. On a slow machine, a wrong display may appear later,
+    # and the test then misses the fault.
     time.sleep(2 * waits.PATIENCE + waits.TICK)
     flag.touch()
     assert cell.done().outputs == [{"name": "stdout", "text": "1\n"}]
@@ -504,7 +512,7 @@ def test_an_interrupt_ends_the_cell_and_removes_the_display(
     assert kernel.run("1 + 1").text == "2"
 
 
-#: A cell that raises KeyboardInterrupt after the agent has read a push with position 2.
+#: A cell that raises KeyboardInterrupt as soon as the agent has read that its queue position is 2.
 INTERRUPTED = """
 import time
 from jupyter_gpupool.kernel import _agents, call_waits
@@ -555,9 +563,7 @@ def test_waiting_call_names_a_broker_that_is_away(
 
 
 def raising(kernel: Kernel, broker: ScriptedBroker, flag: Path, text: str, push: Any) -> str:
-    """Run a cell that fails with this error after ``push``; return the line that
-    follows the error.
-    """
+    """Call ``push`` while a cell runs, and let the cell fail; return the line below its error."""
     cell = kernel.start(INSIDE.format(flag=str(flag)) + f"raise RuntimeError({text!r})")
     inside(flag)
     if push is not None:

@@ -17,7 +17,7 @@ from jupyter_gpupool.errors import RefusedError
 
 
 def error_of(cell: Any) -> str:
-    """Return the message of a failed magic; fail if a traceback comes with it."""
+    """Return the error message of a failed magic; fail if the cell also shows a traceback."""
     assert cell.status == "error"
     assert cell.reply["ename"] == "UsageError"
     assert "Traceback" not in cell.text
@@ -216,7 +216,7 @@ def test_cell_with_a_larger_slice_may_use_top_level_await(calm: Kernel) -> None:
 def test_attached_kernel_gets_a_larger_slice_for_one_cell(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
-    """The attached slice is too small, so the kernel releases it and waits for a larger one."""
+    """The attached slice is too small, so the kernel releases it and waits for a larger slice."""
     kernel = start()
     kernel.run("pass")
 
@@ -349,7 +349,7 @@ def one_kernel() -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module", params=["ipykernel 7", "ipykernel 6"])
 def calm(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Return a kernel of each ipykernel version; its broker grants every request."""
+    """Return a kernel whose broker grants every request. Tests run with each ipykernel version."""
     old = request.param == "ipykernel 6"
     with alone(request.getfixturevalue("old_python") if old else this_python()) as kernel:
         yield kernel

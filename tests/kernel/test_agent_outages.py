@@ -113,7 +113,7 @@ def test_agent_sends_the_old_request_when_the_broker_returns(
     broker.start()
     broker.wait_for("hello", count=2)
     assert broker.wait_for("request", count=2)["memory"] == 4 * GiB
-    # The request is valid only after the broker's answer has come.
+    # The kernel shows the old request only after the broker has answered it.
     deadline = time.monotonic() + 60
     while "This kernel asks for 4 GiB" not in (text := kernel.run("%gpu help").text):
         assert time.monotonic() < deadline, text
@@ -164,7 +164,10 @@ def test_old_request_is_sent_until_a_broker_answers_it(
 def test_agent_withdraws_an_unanswered_request_of_a_failed_cell(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
-    """The broker may have stored the request of the failed cell before it died."""
+    """A broker may store the request of a cell and then die.
+
+    So the agent sends the old request to the next broker.
+    """
     kernel = start()
     broker.hold_back("request")
     cell = kernel.start("%%gpu 16GiB\nprint('hi')")
@@ -191,7 +194,7 @@ def test_kernel_with_policy_manual_tells_of_a_release_only_once(
 def test_cell_of_a_suspended_kernel_fails_without_a_broker(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """If the cell ran, its CUDA calls would hang, because no broker resumes the kernel."""
+    """The cell must not run. Without a broker, its CUDA calls would hang."""
     kernel.run(USED_CUDA)
     assert broker.ask_back() == {
         **broker.seen("yielded")[-1],
@@ -275,7 +278,7 @@ def test_agent_shows_the_new_size_of_its_slice(broker: ScriptedBroker, kernel: K
         reason="resized",
         pinned_reason="",
     )
-    # The agent has read the push when it has the answer to this later request.
+    # The agent reads messages in order. So the answer to this request comes after the push.
     kernel.run("%gpu pool")
     broker.die()
     assert "6 GiB on" in kernel.run("%gpu").text

@@ -112,7 +112,7 @@ def test_two_kernels_take_turns_and_keep_their_data(pool_of: Callable[..., Pool]
     assert first.run(ALLOCATE.format(size=64 * MiB)).status == "ok"
     first.run("stream = gpu.create_stream(); block.fill(7, stream=stream); stream.sync()")
     pool.until(first, state="idle")
-    # The second kernel gets the slice of the first kernel, which is idle.
+    # The first kernel is idle, so the pool gives the slice of the first kernel to the second.
     assert second.run(ALLOCATE.format(size=64 * MiB)).status == "ok"
     seen = pool.until(first, state="detached")
     assert seen["suspended_bytes"] >= 64 * MiB
@@ -130,7 +130,8 @@ def test_gpu_why_shows_the_slice_and_who_may_take_it(
     kernel.run(ALLOCATE.format(size=1 << 20))
     deadline = time.monotonic() + 30
     while True:
-        # For some time after the cell's end, the page may still show CUDA calls of the cell.
+        # The page may show the cell's CUDA calls for some time after the cell. Then %gpu why still
+        # says "active".
         pool.until(kernel, state="idle")
         (shown,) = kernel.run("%gpu why").outputs
         text = shown["data"]["text/plain"]

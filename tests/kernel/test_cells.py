@@ -69,7 +69,7 @@ def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kerne
     broker.push("queue", position=1, length=1, waited=0.0, left=None, reason="")
     cell.until("display_data")
     kernel.manager.interrupt_kernel()
-    # This broker grants no slice. The tests in e2e/test_policy check how soon a wait ends.
+    # This test does not check how soon the wait ends. The tests in e2e/test_policy check it.
     broker.wait_for("cancel", hold=hold)
     cell.done()
     assert cell.status == "error"
@@ -170,7 +170,7 @@ def test_a_yield_with_an_old_epoch_is_refused(broker: ScriptedBroker, kernel: Ke
     broker.push("lease", state="detached", epoch=1, slices=[], reason="", pinned_reason="")
     broker.state = "detached"
     broker.push("yield", epoch=1)
-    # The agent reads pushes in order, so now it knows that it is detached.
+    # The agent reads pushes in order. When it has answered the yield, it has read ``detached``.
     broker.wait_for("yielded")
     kernel.run("pass")
     assert broker.wait_for("hold", count=2)["wait"] is True
@@ -212,7 +212,10 @@ def test_cell_that_fails_or_exits_drops_its_hold(broker: ScriptedBroker, kernel:
 def test_silent_requests_wait_while_the_state_is_suspended(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
-    """If the request ran, its CUDA call would block the kernel until the state is resumed."""
+    """A silent request waits, like a cell.
+
+    Otherwise its CUDA call would block the kernel until the state is resumed.
+    """
     kernel = start()
     kernel.run("pass")
     kernel.run(
@@ -236,7 +239,7 @@ def test_silent_requests_wait_while_the_state_is_suspended(
 
 
 def beats(kernel: Kernel) -> None:
-    """Return when the kernel answers its heartbeat; a busy machine may miss one."""
+    """Wait until the kernel answers a heartbeat. On a busy machine, an answer may be late."""
     deadline = time.monotonic() + 60
     while not kernel.client.hb_channel.is_beating():
         assert time.monotonic() < deadline
@@ -254,7 +257,7 @@ def test_kernel_answers_requests_while_a_cell_waits(broker: ScriptedBroker, kern
 
 
 def test_interrupted_cell_keeps_its_number(broker: ScriptedBroker, kernel: Kernel) -> None:
-    """A cell that is interrupted or refused before it runs also gets an execution number."""
+    """A cell also gets an execution number if an interrupt or a refusal stops it before it runs."""
     broker.hold_back()
     cell = kernel.start("x = 1")
     broker.wait_for("hold")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The agent's reports about cells of an attached session, and their times."""
+"""When and how often the agent reports the cells of an attached session to the broker."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Reported:
 
 @pytest.fixture
 def by_hand(monkeypatch):
-    """Return a ``Reported`` whose thread sends nothing during the test."""
+    """Return a ``Reported`` that sends reports only when the test calls ``send``."""
     monkeypatch.setattr(module, "BRIEF", 3600)
     reported = Reported()
     with reported.lock:
@@ -105,14 +105,15 @@ def test_thread_sends_one_report_after_another():
 def test_earlier_cells_are_reported_before_a_request(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """If the broker did not know that the cell has ended, it would refuse the release."""
+    """The agent first reports that the cell has ended. Otherwise the broker refuses the release."""
     kernel.run("pass")
     kernel.run(
         "import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600\n"
         "from jupyter_gpupool.kernel import _agents\n"
         "reported = next(iter(_agents.values())).link._reports"
     )
-    # The thread that sends reports may still use the old interval. Wait until it has reported.
+    # The thread that sends reports may still wait with the old interval. It uses the new interval
+    # after its next report.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
     assert kernel.value("reported._over[0][:5]") == "'cell-'"
@@ -127,10 +128,14 @@ def test_earlier_cells_are_reported_before_a_request(
 def test_finished_short_cell_is_reported_before_a_yield(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """If the agent reported late, a series of short cells could keep a waiting kernel waiting."""
+    """The agent reports finished cells before it answers a yield.
+
+    Otherwise a series of short cells could keep another kernel waiting.
+    """
     kernel.run("pass")
     kernel.run("import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600")
-    # The thread that sends reports may still use the old interval. Wait until it has reported.
+    # The thread that sends reports may still wait with the old interval. It uses the new interval
+    # after its next report.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
     before = len(broker.messages)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""After a cell whose wait for a slice has failed, JAX looks for the GPU again."""
+"""If a wait for a slice fails during a cell, JAX looks for the GPU again after the cell."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NOT_READY = "CUDA error: : CUDA_ERROR_SYSTEM_NOT_READY: system not yet initializ
 def test_jax_searches_again_if_its_first_use_was_interrupted(jax: Jax) -> None:
     look = JaxBackends()
     look.before()
-    jax.opens("cpu")  # interrupted before JAX has recorded the GPU's error
+    jax.opens("cpu")  # an interrupt comes before JAX records that the GPU has failed
     assert look.after(failed=True, waits=True) == AGAIN
     assert not jax.bridge._backends
     look.before()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The link without a kernel, in situations that a test of a real kernel hardly reaches."""
+"""Tests of the link without a kernel, in situations that are rare with a real kernel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_closing_a_link_without_a_broker_ends_its_threads(
 
 
 def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the broker's answer to a hold arrive before the call that sends the hold has returned."""
+    """Delay the return of the call that sends a hold until the broker's answer has arrived."""
     start = Client.start
 
     def started(self, kind, /, **fields):
@@ -84,7 +84,7 @@ def test_link_repeats_all_waiting_requests_after_a_reconnect(
 def test_late_end_of_an_old_connection_keeps_the_new_connection(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread may notice the end of its connection when the link already has a new one."""
+    """A thread may notice the end of an old connection only after the link has a new connection."""
     ends = []
 
     def connect(path, *, on_push, on_close):
@@ -142,9 +142,9 @@ def test_exception_in_the_agent_does_not_end_the_connection(
 def test_link_keeps_its_connection_while_the_broker_starts(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The service manager listens on the socket while the broker starts.
+    """While the broker starts, the service manager listens on the socket.
 
-    A second attempt to connect would only fill the queue of this socket.
+    The link must not connect again, because each connection takes a place in the socket's queue.
     """
     broker.die()
     monkeypatch.setattr(revive, "is_machine_path", lambda _: True)
@@ -161,8 +161,8 @@ def test_link_keeps_its_connection_while_the_broker_starts(
         with connection:
             hello = decode(connection.recv(65536))
             connection.settimeout(0.3)
-            # The link keeps the connection open, so nothing arrives. On a slow machine, this check
-            # proves less, but does not fail.
+            # The link sends nothing and keeps the connection open. If a slow link closes it after
+            # these 0.3 s, this check misses the fault.
             with pytest.raises(TimeoutError):
                 connection.recv(1)
             assert not link.given_up(wait)

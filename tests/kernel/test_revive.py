@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A kernel while the broker is away: whether and how long it waits, and what it shows."""
+"""Tests of a kernel whose broker is away: how long the kernel waits, and what it shows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reviver(socket: Path, started: Path) -> Reviver:
 def test_kernel_starts_a_dead_broker_once_and_waits_for_it(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     one = reviver(socket, started)
-    for _ in range(3):  # the link calls this after each failed attempt to connect
+    for _ in range(3):  # the link calls away() after each failed attempt to connect
         assert one.away(AWAY) is AWAY
     assert started.read_text() == "called\n"
     assert one.expected
@@ -50,7 +50,7 @@ def test_kernel_starts_a_dead_broker_once_and_waits_for_it(socket: Path, started
 def test_start_is_still_expected_during_the_next_check(
     socket: Path, started: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cell's thread may read ``patience`` while another thread checks the files."""
+    """While one thread checks the files in ``away``, a cell's thread may read ``patience``."""
     startrecord.write_record(socket, ["/bin/true"], {})
     one = reviver(socket, started)
     one.away(AWAY)
@@ -138,7 +138,8 @@ def test_failed_start_is_reported_at_once(socket: Path, started: Path) -> None:
 
 def test_kernel_only_waits_for_the_machines_broker(started: Path) -> None:
     one = reviver(Path("/run/gpupool/broker.sock"), started)
-    # systemd accepts the connection while no broker runs, so connection attempts never fail.
+    # systemd owns this socket and accepts connections for the broker. So an attempt to connect
+    # succeeds even while no broker runs.
     assert (one.expected, one.patience) == (True, START_TIMEOUT)
     assert one.away(AWAY) is AWAY
     one.came_back()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a notebook's CUDA_VISIBLE_DEVICES means in a session."""
+"""How the agent corrects a value that a notebook gives to CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 

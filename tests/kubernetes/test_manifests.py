@@ -2,12 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """Checks of ``examples/kubernetes`` that need no cluster.
 
-They compare the manifests with their schemas, with the committed rendered file, and with the code.
-``kubernetes-1.34.json`` has the strict schemas of the kinds in use, from kubernetes-validate 1.37
-(Apache 2.0), without descriptions. ``z2jh-values.json`` is the part for ``hub`` and
-``singleuser`` of the schema of Zero to JupyterHub at 48ea50e3 (BSD 3-clause). It has no
-descriptions either, and no lists of required values: the chart itself has these values. ``python
--m tests.kubernetes`` writes ``rendered.yaml`` with kubectl.
+The tests compare the manifests with their schemas, with ``rendered.yaml``, and with the code. The
+command ``python -m tests.kubernetes`` writes ``rendered.yaml`` with kubectl.
+
+Two files have the schemas, without descriptions. ``kubernetes-1.34.json`` has strict schemas of the
+kinds that the example uses. They come from kubernetes-validate 1.37 (Apache 2.0).
+``z2jh-values.json`` has the keys ``hub`` and ``singleuser`` of the schema of Zero to JupyterHub at
+48ea50e3 (BSD 3-clause). Its lists of required values are removed, because the chart sets these
+values.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def objects():
 
 
 def check(thing):
-    """Fail if an object is not valid in Kubernetes' API; an unknown field is an error."""
+    """Fail if an object does not match the schema of its kind, or has an unknown field."""
     schema = {
         "$ref": f"#/definitions/{SCHEMA['kinds'][thing['kind']]}",
         "definitions": SCHEMA["definitions"],

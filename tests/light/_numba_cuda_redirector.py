@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Imports numba-cuda's module of this name only when a program imports numba."""
+"""Hides numba-cuda's module of the same name, and runs it only when a program imports numba."""
 
 import sys
 

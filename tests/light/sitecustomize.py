@@ -6,7 +6,7 @@ import sys
 
 
 class _Checkpoint:
-    """Makes ``cuda.core`` an empty package instead of importing the real one."""
+    """A finder that makes ``cuda.core`` a package without the code of its real ``__init__``."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "cuda.core":

@@ -61,7 +61,10 @@ class Lab:
         return actions
 
     def after(self, seconds: float) -> list[ev.Action]:
-        """Advance the clock; send each tick that the pool asked for, then one last tick."""
+        """Advance the clock by ``seconds``.
+
+        Send each tick that the pool asks for, and a last tick at the end.
+        """
         end = self.now + seconds
         actions: list[ev.Action] = []
         while (at := self.pool.next_wakeup()) is not None and at <= end:
@@ -128,7 +131,7 @@ class Lab:
         return self.send(ev.RequestChanged, session=name, request=request, rid=rid)
 
     def grow(self, name: str, more: int, device: str = "", rid: str = "g") -> list[ev.Action]:
-        """Report that ``more`` bytes do not fit on the slice's first device."""
+        """Ask for ``more`` bytes on ``device``, by default the first device of the slice."""
         slices = self.record(name).slices if name in self.pool else ()
         where = device or (slices[0].device if slices else "G0")
         return self.send(ev.GrowAsked, session=name, device=where, bytes=more, rid=rid)

@@ -17,9 +17,9 @@ def check_pool(
 ) -> dict[str, Explanation]:
     """Check the accounts and every record, and that a second plan changes nothing.
 
-    With ``deep``, a second plan must not change an explanation either. With ``one_by_one``, the
-    check always compares the explanations. Without it, the check compares them only if the second
-    plan has changed the data behind them.
+    With ``deep``, the second plan must also change no explanation. This check compares the
+    explanations only if the plan has changed their data. With ``one_by_one``, it always compares
+    them, and also makes the explanation of each session alone.
     """
     assert pool.self_check() == []
     check_leaving(pool)
@@ -42,7 +42,7 @@ def check_pool(
 
 
 def told_by(pool: Pool) -> object:
-    """Return the data that a plan can change and that the explanations use."""
+    """Return the data of the explanations, as far as a plan can change it."""
     facts, plan = pool._facts, pool._plan
     sessions = [
         (s.id, s.state, s.measured.gap, s.wait.head_since, s.lease.stuck_since, s.lease.slices)
@@ -76,7 +76,7 @@ def check_record(r: SessionRecord) -> None:
 
 
 def check_promises(pool: Pool, records: list[SessionRecord], plans: dict[str, Explanation]) -> None:
-    """Check that a plan promises at most the bytes that are free after the suspends under way."""
+    """Check that each device has room for its promises after the suspends under way."""
     promised: dict[str, int] = {}
     for plan in plans.values():
         for x in plan.promised:

@@ -16,7 +16,7 @@ from .checks import check_pool
 
 @pytest.fixture(scope="session", autouse=True)
 def skipped_passes_would_be_empty() -> Iterator[None]:
-    """For each plan without a full pass, check that a full pass makes the same plan."""
+    """Whenever ``plan`` skips the full pass, check that a full pass makes the same plan."""
 
     def checked(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
         found = schedule.plan(facts, before, relieve)

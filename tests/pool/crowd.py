@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Simulates users with endless or occasional demand on one pool; measures the GPU time of each.
+"""Simulates users whose kernels share one pool, and measures the GPU time of each user.
 
 The length of a cell is in seconds of computing. A preempted cell later continues where it stopped.
-A move of its state takes ``move`` seconds each way. During a move, the session occupies its devices
-and computes nothing. With ``crowded``, all devices share one path to host memory: a move takes
-``move`` seconds times the number of moves under way.
+A suspend and a resume are moves of the state. Each move takes ``move`` seconds. During a move, the
+session occupies its devices and computes nothing. With ``crowded``, all devices share one path to
+host memory. Then a move takes ``move`` seconds, multiplied by the number of moves under way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jupyter_gpupool.pool.model import Device, Owner, PoolSettings, Request, Sli
 
 @dataclass
 class Kernel:
-    """One session: cells of random length with pauses in between."""
+    """A session that runs one cell after another, with pauses between the cells."""
 
     name: str
     owner: Owner
@@ -114,14 +114,17 @@ class Crowd:
             getattr(self, what)(*args)
 
     def computed(self) -> list[float]:
-        """Return the seconds for which each kernel has computed, in the order of :meth:`add`."""
+        """Return the seconds of computing of each kernel, in the order of :meth:`add`."""
         return [
             k.computed + (self.now - k.running_since if k.running else 0.0)
             for k in self.kernels.values()
         ]
 
     def got(self) -> dict[str, float]:
-        """Return, for each owner, the seconds of computing times the bytes of the slice."""
+        """Return the GPU time of each owner in device-seconds.
+
+        A second with a slice of half a device counts as 0.5.
+        """
         found: dict[str, float] = {}
         for k, seconds in zip(self.kernels.values(), self.computed(), strict=True):
             found[k.owner.name] = found.get(k.owner.name, 0.0) + seconds * k.size

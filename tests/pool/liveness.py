@@ -2,15 +2,19 @@
 # Distributed under the terms of the Modified BSD License.
 """Brute-force checks: a session waits only if it cannot start, and no backfill delays the head.
 
-A plan for a waiting session is a set of idle leases to preempt, and a place for each slice of the
-session. The set may be empty. A plan is feasible under three conditions. Its places have enough
-bytes after the suspends under way and the preemptions of the plan. Host memory has room for the
-state of the preempted leases. The plan exceeds no quota. A plan is harmless if it takes no promised
-bytes, no bytes that the head of the queue has reserved and needs, and no host memory or quota that
-the head is going to need.
+A plan for a waiting session names a device for each slice of the session, and the leases to preempt
+for them. It may name no lease. A plan is feasible under three conditions:
 
-The checks know the pool only from its query methods, for example ``Pool.explain`` and
-``Pool.record``. Everything else comes from the naive model.
+* after the suspends under way and the plan's preemptions, each device has enough free bytes;
+* host memory has room for the state of the preempted leases;
+* the plan exceeds no quota.
+
+A plan is harmless if it takes nothing that belongs to another session: no promised bytes, no
+reserved bytes that the head of the queue needs, and no host memory or quota that the head will
+need.
+
+The checks use only query methods of the pool, for example ``Pool.explain`` and ``Pool.record``.
+Everything else comes from the naive model.
 """
 
 from __future__ import annotations
@@ -28,11 +32,12 @@ from jupyter_gpupool.pool.requests import SETTLE
 
 from .naive import Naive, NaiveSession
 
-#: A lease that is this many seconds old is surely past its minimum residence.
+#: The age in seconds at which any lease is past its minimum residence.
 LONG = 60.0
-#: Reasons for a wait that are not a lack of memory.
+#: Rules by which a session waits for something other than memory.
 HELD_UP = ("quota", "cap", "paused", "drained", "foreign", "nowhere", "retry", "class-closed")
-#: Largest number of idle leases for which the check tries all subsets.
+#: The check tries all subsets of the idle leases. If there are more idle leases than this, it is
+#: skipped.
 MOST_IDLE = 6
 
 
@@ -106,7 +111,8 @@ def check_liveness(look: Look) -> None:
             held_groups.update({e.reason.group} - {""})
             held.update({owner} if not e.reason.group else ())
         behind = look.head in e.ahead
-        # Leases in use that no guarantee covers, and that a rule lets this session preempt now.
+        # Leases in use that this session may preempt now. A rule allows it, and no guarantee covers
+        # the lease.
         used = [h for h in e.holders if h.rule_at is not None and h.rule_at <= naive.now]
         in_use = list(dict.fromkeys(h.session for h in used if not h.covered))
         may = [*idle, *(n for n in in_use if n not in idle)]
@@ -126,9 +132,9 @@ def check_guarantees(look: Look) -> None:
     statements are all true:
 
     * a session waits for memory;
-    * with the session's request, its group stays within the group's guarantee;
-    * the pool may preempt one lease of another group that has enough bytes: the lease is old
-      enough, and no guarantee covers the lease.
+    * its group stays within the group's guarantee, even with the requests of all waiting members;
+    * the pool may preempt a lease of another group, because the lease is old enough and no
+      guarantee covers it. The preemption of this one lease frees enough bytes.
     """
     naive = look.naive
     groups = naive.settings.groups
@@ -155,7 +161,7 @@ def check_guarantees(look: Look) -> None:
             continue
         for group in names:
             sure = groups[group].guarantee
-            # All members of the group that wait for memory, whatever their order in the queue.
+            # All members of the group that wait for memory, at any place in the queue.
             members = [
                 n
                 for n in waiting
@@ -186,11 +192,12 @@ def check_guarantees(look: Look) -> None:
 
 
 def check_recalls(look: Look) -> None:
-    """Check that every recall is on time, and that a recalled cell has its place in the queue.
+    """Check that the pool is not late with a recall, and where a recalled cell waits in the queue.
 
-    Before a recall is due, the pool must ask for a ``Tick`` at or before the due time. After the
-    due time, the lease may continue only if something prevents its suspend. The naive model checks
-    each recall: an admin has ordered it, and the pool does it once and not too early.
+    Before the due time of a recall, the pool must ask for a ``Tick`` at this time or earlier. After
+    the due time, the lease may continue only if something prevents its suspend. The naive model
+    checks the rest: an admin has ordered the recall, and the pool recalls the lease once and not
+    too early.
     """
     naive, now = look.naive, look.naive.now
     wakeup = look.pool.next_wakeup()
@@ -228,7 +235,7 @@ def _check_turn(look: Look, name: str) -> None:
 
 
 def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence[str]) -> bool:
-    """Return whether the guarantees allow the suspend of all ``in_use``, in whatever order."""
+    """Return whether the guarantees allow all suspends of ``in_use``, in any order of these."""
     naive, groups = look.naive, look.naive.settings.groups
     own = path(groups, naive.sessions[name].owner.group)
     for victim in in_use:
@@ -246,7 +253,8 @@ def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence
 def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
     """Return whether the pool may preempt a lease.
 
-    Only the minimum residence and the retries come from the pool. The rest is the naive model's.
+    This function asks the pool only about minimum residence and retries. It gets all other facts
+    from the naive model.
     """
     naive, now = look.naive, look.naive.now
     if s.state != "idle" or now < s.idle_since + naive.settings.reclaim_after:
@@ -266,9 +274,9 @@ def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
 
 
 def _check_growth(look: Look) -> None:
-    """Check that no lease keeps the bytes of its growth unused while a session waits.
+    """Check that a lease gives unused bytes of its growth back while a session waits.
 
-    A sample of the device shows which of these bytes are unused.
+    The last sample of a device shows how many bytes of the lease are in use.
     """
     reasons = [e.reason for e in look.told.values() if e.position is not None]
     if all(why is not None and why.rule == "retry" for why in reasons):
@@ -358,7 +366,7 @@ def _place(
 
 
 def spare(free: int, promised: int, leases: list[int], wanted: int) -> int:
-    """Return the bytes that the queue's head can spare. ``test_parts`` proves this rule."""
+    """Return how many free bytes the queue's head can spare (``test_parts`` proves this rule)."""
     missing = wanted - free
     if promised or missing <= 0:
         return 0 if promised else -missing
@@ -424,11 +432,11 @@ def _charge(s: NaiveSession, count: int) -> int:
 
 
 def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
-    """Return whether a session that waits for ``wanted`` bytes can spare ``more`` without a delay.
+    """Return whether another session may take ``more`` bytes without a delay for a waiting session.
 
-    The leases may end in any order. The result is True if the session has no delay in any order. If
-    all leases together free too few bytes, the session waits for another change. This function does
-    not know that change, so the result is False.
+    The waiting session needs ``wanted`` bytes. The leases may end in any order, and no order may
+    lead to a delay. If all free bytes and all leases together are too few, the session waits for
+    some other change. This function does not know this change, so it returns False.
     """
     sizes = list(leases)
     if free + sum(sizes) < wanted:
@@ -440,15 +448,16 @@ def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
 
 
 def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.Action]) -> None:
-    """Check that the sessions that these ``actions`` attach do not delay the head of the queue.
+    """Check that ``actions`` attach no sessions that together delay the head of the queue.
 
-    Only sessions behind the head count. Together they must not delay the head, in every order in
-    which the leases on the head's reserved devices may end. This function does not check:
+    The check looks at sessions behind the head. In any order in which the leases on the head's
+    reserved devices may end, these sessions must not delay the head. This function does not check:
 
-    * a session that gets the slices that the pool had promised ``before``: the pool has checked the
-      promise already, and may keep the promise even if another session is the head now;
-    * a preempted session, because its age includes its computation, which this module ignores;
-    * rules under which usage changes the order, because this module knows only class and age.
+    * a session that gets slices which the pool promised ``before``. The pool has checked the
+      promise, and may keep it even if the queue has another head now;
+    * a preempted session. Its age depends on how long it has computed, and this module does not
+      know that time;
+    * settings under which usage changes the order. This module knows only class and age.
     """
     rules = look.naive.settings
     if rules.half_life or rules.groups or any(q.daily for q in rules.quotas.values()):

@@ -1,11 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A second, simple model of the pool, which knows only the pool's events and actions.
+"""A second, simple model of the pool. It knows only the events and the actions of the pool.
 
-The model uses none of the pool's data structures. It checks each action that the pool returns. A
-grant has room. The pool suspends a session in use only by a rule. A session has one effect at a
-time. Epochs grow. No action exceeds a quota or host memory. Each waiting hold gets exactly one
-answer.
+The model uses none of the pool's data structures. It checks these rules for each action of the
+pool:
+
+* a device has room for each grant, and no action exceeds a quota or host memory;
+* the pool suspends a session in use only by a rule;
+* a session has at most one effect under way, and its epochs grow;
+* each waiting hold gets exactly one answer.
 """
 
 from __future__ import annotations
@@ -32,15 +35,15 @@ class NaiveSession:
     lease: dict[str, int] = field(default_factory=dict)
     suspended: dict[str, int] = field(default_factory=dict)
     bound: tuple[str, ...] = ()
-    #: Whether the guard can move the processes to another device of the same model at their first
-    #: context.
+    #: Whether the guard can move a process to another device of the same model when the process
+    #: makes its first context.
     lands: bool = False
     #: Whether the guard can hold back the session's calls. If so, the pool may suspend the session
     #: while it is in use.
     gated: bool = True
     #: Whether the driver refused to move the session's state.
     immovable: bool = False
-    #: Whether a pause of the device has set the state in ``suspended`` aside.
+    #: Whether the state in ``suspended`` was set aside by a pause of the device.
     aside: bool = False
     effect: str = ""
     host: int = 0
@@ -51,19 +54,20 @@ class NaiveSession:
     keep_until: float = 0.0
     #: Time at which its lease was attached.
     began: float = 0.0
-    #: Weighted mean duration of a suspend and of a resume, and the time of the last resume's end.
+    #: Weighted mean seconds of a suspend and of a resume, and the time when the last resume ended.
     suspend_mean: float = 0.0
     resume_mean: float = 0.0
     resumed_at: float = float("-inf")
-    #: Time of the last growth, and of the last sample of each device on which the lease has grown.
+    #: Time of the last growth. ``sampled``: by device, the time of the last sample in which the
+    #: lease had more bytes than the request.
     grown_at: float = float("-inf")
     sampled: dict[str, float] = field(default_factory=dict)
     #: Whether the last suspend was refused, or the broker has restarted. In both cases the pool may
     #: wait before the next suspend.
     refused: bool = False
     asked: dict[str, Request] = field(default_factory=dict)
-    #: An admin's recall of its slice: the due time (None: no recall), the reason, and the orders
-    #: that have no answer yet.
+    #: The recall of the slice by an admin: its due time, or None without a recall, and its reason.
+    #: ``recalls`` has the admin's orders that the pool has not answered yet.
     recall_at: float | None = None
     recall_reason: str = ""
     recalls: dict[str, ev.RecallAsked] = field(default_factory=dict)
@@ -97,7 +101,8 @@ class Naive:
         #: Sessions on hosts that are short of memory.
         self.pressed: frozenset[str] = frozenset()
         self.foreign: dict[str, int] = {}
-        #: Free bytes of host memory at the last sample, and the bytes taken by later suspends.
+        #: ``available``: free bytes of host memory at the last sample. ``taken``: how many of these
+        #: bytes suspends have taken since, or are about to take.
         self.available: int | None = None
         self.taken = 0
         self.sessions: dict[str, NaiveSession] = {}
@@ -134,14 +139,17 @@ class Naive:
         return s.charge if s.lease else 0
 
     def stays_until(self, s: NaiveSession) -> float:
-        """Return when the session's protection ends: before, the pool may not move its state."""
+        """Return the time before which the pool may not move the session's state again."""
         share = self.settings.max_swap_overhead
         if not share or self.settings.residence != "clock":
             return float("-inf")
         return s.resumed_at + min(600.0, (s.suspend_mean + s.resume_mean) / share)
 
     def due(self, s: NaiveSession) -> int:
-        """Return the bytes that count for the owner's quota: the lease without resume headroom."""
+        """Return the bytes of the lease that count for the owner's quota.
+
+        Resume headroom and bytes above the limit of the request do not count.
+        """
         memory, limit = s.request.memory, s.request.limit
         state = s.suspended if s.effect == "attach" else {}
         if state:
@@ -178,7 +186,7 @@ class Naive:
         return one.model == other.model and one.can_migrate and other.can_migrate and not stays
 
     def stops(self) -> bool:
-        """Return whether a daily budget or a closed class may suspend a running session."""
+        """Return whether a daily budget or a closed class may stop a session in use."""
         if self.settings.classes_allowed is not None:
             return True
         daily = [q.daily for q in self.settings.quotas.values()]
@@ -186,7 +194,7 @@ class Naive:
         return any(d is not None and d.then == "stop" for d in daily)
 
     def capped(self, group: str) -> int:
-        """Return the bytes that the members of a group use of their quotas."""
+        """Return the bytes of a group's members that count for the cap of the group."""
         return sum(
             self.charge(s)
             for s in self.sessions.values()
@@ -376,7 +384,7 @@ class Naive:
         return None
 
     def _too_large(self, s: NaiveSession) -> bool:
-        """Return whether the session's state may exceed host memory or the owner's quota."""
+        """Return whether the state could be too large for host memory or the owner's quota."""
         own, most = self.quota(s.owner.name).suspended, self.settings.host_memory
         most = most if own is None else min(own, most)
         return max(sum(s.lease.values()), sum(s.footprints.values())) > most
@@ -403,7 +411,7 @@ class Naive:
         assert (a.old, a.new) in TRANSITIONS, a
         s.state = a.new
         if a.new == "ended":
-            s.effect = ""  # the session's bytes count until its process has ended
+            s.effect = ""  # its bytes still count: ``s.lease`` stays until the process ends
         if a.old == "detaching" and a.new in ("active", "idle"):
             s.recalled = False  # the agent or the driver refused the suspend
         if (a.old, a.new) == ("detaching", "queued"):
@@ -429,7 +437,8 @@ class Naive:
         if s.suspended:
             assert len(a.slices) == len(s.suspended)
             for x, (origin, size) in zip(a.slices, s.suspended.items(), strict=True):
-                # State from a drained device needs at most the bytes that the new device has.
+                # The grant need not be larger than the larger of the two devices. A drained device
+                # does not count.
                 there = {x.device, origin} - self.drained
                 most = max(self.capacity(u) - self.foreign.get(u, 0) for u in there)
                 enough = min(size + self.settings.resume_headroom, self.capacity(x.device), most)
@@ -438,7 +447,8 @@ class Naive:
         elif not s.bound:
             assert len(a.slices) == s.request.devices
         allowed = self.settings.classes_allowed
-        # When host memory is short, the pool may resume state that no hold waits for.
+        # When host memory is short, the pool may resume a session without a hold, even if the class
+        # of the session is closed.
         closed = allowed is not None and s.request.priority not in allowed
         assert not closed or not s.holds, f"{a}: its class is closed"
         places = tuple(x.device for x in a.slices)
@@ -500,7 +510,8 @@ class Naive:
         assert s.state in ("active", "idle"), a
         assert a.epoch == s.epoch
         assert [x.device for x in a.slices] == list(s.lease)
-        # The pool first resizes the slice and then answers the request that caused it.
+        # The pool resizes the slice before it answers the request. So the new size may follow from
+        # a request without an answer.
         request = next(iter(s.asked.values()), s.request)
         for x in a.slices:
             more = x.bytes - s.lease[x.device]

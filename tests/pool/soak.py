@@ -16,11 +16,11 @@ import time
 
 from .world import World
 
-#: Number of events after which the soak starts a new machine with other settings.
+#: Number of events of an episode. Each episode has a new machine with other settings.
 EPISODE = 2000
 
-#: Number of events between two thorough checks. A thorough check makes all explanations, plans
-#: again, and compares the explanations, even if their data has not changed.
+#: Number of events between two thorough checks. A thorough check compares the explanations before
+#: and after a second plan, even if their data has not changed.
 EVERY = 10
 
 

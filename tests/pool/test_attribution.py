@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """How the pool attributes GPU memory to sessions, to the driver and to other processes.
 
-Other tests here are about the overhead of a process, overuse, and the size of the state that the
-pool moves.
+This module also tests the overhead of a process, overuse, and the size of the state that the pool
+moves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from jupyter_gpupool.pool.model import GiB, MiB, Slice
 
 # ---------------------------------------------------------------------- attribution
 
-#: Bytes that the driver itself uses, without its reported reserve; and bytes of one context.
+#: DRIVER: bytes that the driver itself uses, without the reserve that it reports. CONTEXT: bytes of
+#: one context.
 DRIVER, CONTEXT = 80, 100
 
 
@@ -156,8 +157,8 @@ def test_attribution_counts_each_used_byte_exactly_once(device, holders, landing
         assert listed[name] <= size <= most
     for name, size in found.shown.items():
         assert 0 <= size <= listed[name]
-    # The order of the list does not matter. Wrong figures in the shared pages do not change
-    # ``foreign``.
+    # Another order of the listed processes changes nothing. Wrong figures in the sessions' pages do
+    # not change ``foreign``.
     again = Observed(
         device.used, data.draw(st.permutations(device.listed)), device.driver, device.context
     )
@@ -170,7 +171,10 @@ def test_attribution_counts_each_used_byte_exactly_once(device, holders, landing
 
 @given(used=st.integers(0, 60), holders=HOLDERS, driver=st.integers(0, 10))
 def test_unlisted_memory_beyond_slices_and_driver_is_foreign(used, holders, driver):
-    """In a container NVML lists no processes, or lists them with process ids of the host."""
+    """NVML may not show to which session memory belongs.
+
+    In a container, NVML lists no processes, or lists them with process ids of the host.
+    """
     slices = sum(holder.granted for holder in holders.values())
     found = attribute(Observed(used, (), driver, 3), holders)
     assert found.foreign == max(0, used - slices - driver)
@@ -199,8 +203,8 @@ def test_driver_share_includes_reserve_and_variation():
     total = 64 * GiB
     assert driver_share(300 * MiB, 100 * MiB, total) == 400 * MiB + slack(total)
     assert driver_share(0, 0, total) == 0, "a driver that shows none is exact"
-    # The driver's share has a limit. Memory above the limit belongs to processes that NVML does not
-    # list.
+    # The driver's share has a limit. The pool assumes that processes which NVML does not list use
+    # the memory above this limit.
     assert driver_share(0, 5 * GiB, total) == 1 * GiB + slack(total)
     assert driver_share(0, 5 * GiB, 4 * GiB) == 512 * MiB + slack(4 * GiB)
 
@@ -235,7 +239,7 @@ def test_repeated_measurement_changes_nothing(looks, reserved):
 
 
 def looks(*figures, constant=32, complete=True):
-    """Return the overhead learnt from samples (counted, shown), and the last sample's excess."""
+    """Feed samples (counted, shown) to an ``Overhead``; return it, and the last sample's excess."""
     known, more = Overhead(), 0
     for counted, shown in figures:
         known, more = known.look(constant, counted, shown, complete=complete)

@@ -2,11 +2,13 @@
 # Distributed under the terms of the Modified BSD License.
 """A batch of requests gets the same slices as the same requests sent one by one.
 
-"One by one" means in the order of the queue. In another order, a request could take free memory
-before a request with a higher rank arrives. The test leaves out cases in which the order of the
-queue changes while the pool serves the requests. There are two such cases. The pool may already
-have suspended idle leases for a head that another request then overtakes. A suspend may bring a
-group below its guarantee, so that the group's requests go first.
+The single requests are sent in the order of the queue. In another order, a request could take free
+memory before a request with a higher rank arrives. The test leaves out two cases, because in them
+the order of the queue changes while the pool serves the requests:
+
+* the pool has suspended idle leases for the head of the queue, and then another request overtakes
+  this head;
+* a suspend brings a group below its guarantee, so that the group's requests go first.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from .world import WEIGHTED, World
 
 
 class Recording(World):
-    """A world that records its events, so that another pool can reach the same state."""
+    """A world that records its events.
+
+    From these events, ``again`` makes another pool in the same state.
+    """
 
     def __init__(self, rng: random.Random, **options: Any) -> None:
         self.past: list[ev.Event] = []
@@ -48,7 +53,7 @@ class Recording(World):
 
 
 class Batching(Pool):
-    """A pool that can take several events before it plans."""
+    """A pool that can plan once for several events: ``note`` handles an event without a plan."""
 
     collects = False
 

@@ -104,7 +104,10 @@ def test_hold_taken_while_detaching_is_granted_if_suspend_fails(lab):
 
 
 def test_hold_dropped_while_detaching_restarts_idle_time(lab):
-    """The agent reports a short cell late. Because of this cell, it has refused the suspend."""
+    """The report of a short cell comes late, during a suspend.
+
+    The agent refuses the suspend because of this cell. Then the idle time starts again.
+    """
     lab.idle("a")
     lab.after(300)
     assert lab.state("a") == "detaching"

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Closed priority classes: their sessions stop, lose no state, and continue later."""
+"""When a priority class closes, its sessions stop. They keep their state and continue later."""
 
 from __future__ import annotations
 

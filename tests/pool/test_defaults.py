@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a kernel gets by default: sizes, and the devices that it sees."""
+"""The default sizes of a kernel's request, and the devices that a new kernel sees."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def view(index: int, free: int = 16, *, capacity: int = 16, granted: int = 0, dr
 
 
 def home(*views: DeviceView, memory: int = 10, count: int = 1, **fields: Any) -> str:
-    """Return the numbers of the chosen devices. ``kernels`` counts the kernels on each device."""
+    """Return the numbers of the chosen devices. ``kernels`` has the count of kernels by device."""
     kernels = {f"G{at}": n for at, n in enumerate(fields.pop("kernels", ()))}
     for name in ("seen", "planned"):
         fields[name] = tuple(f"G{digit}" for digit in fields.get(name, ""))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Quotas, caps and budgets when kernels on other machines use a part of them."""
+"""Quotas, caps and budgets of which kernels on other machines already use a part."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_use_on_other_machines_makes_a_session_wait(lab, held):
     elsewhere(lab, held)
     lab.open("a", 8, owner=ANN)
     assert attaches(lab.hold("a")) == []
-    # Other machines use all of the quota. The pool lets the session wait, and does not refuse it.
+    # Even if other machines use the whole quota, the pool does not refuse the request. The session
+    # still waits.
     elsewhere(lab, (16, 2, 2))
     assert lab.state("a") == "queued"
     assert attaches(elsewhere(lab)) == ["a"]
@@ -111,7 +112,8 @@ def test_self_check_accepts_use_on_other_machines(lab):
 def budget(lab, here, *, more=True, then="stop", seconds=100.0, refill=None, **rules):
     """Set how many GPU-seconds of ann's daily budget this machine may use.
 
-    With ``refill``, the budget refills, and this machine gets ``refill`` GPU-seconds of it per day.
+    If ``refill`` is given, the budget refills continuously: on this machine, by ``refill``
+    GPU-seconds per day.
     """
     rule = {} if refill is None else {"rule": "refill", "refill_here": refill}
     daily = Daily(seconds, then=then, here=here, more_elsewhere=more, **rule)

@@ -21,7 +21,10 @@ def view(lab, name):
 
 
 def turn(lab, one, other, seconds):
-    """Let ``other`` wait for the whole device. After ``seconds``, ``one`` ends its cell."""
+    """Let ``other`` wait until ``one`` ends its cell; return the message about the wait.
+
+    The cell ends after ``seconds``. Then the pool suspends ``one``, and ``other`` gets the device.
+    """
     told = got(lab.hold(other), ev.QueueMoved, session=other)
     lab.after(seconds)
     lab.drop(one)
@@ -90,7 +93,8 @@ def test_estimate_ends_with_the_time_slice_of_the_holder():
     lab.hold("w")
     pool = lab.pool
     figure = Ahead(pool._facts, pool._plan).figure(pool._facts.sessions["w"], 1)
-    # A cell of session a usually runs for 1000 s. But a's time slice is over, so w waits less.
+    # A cell of session a usually runs for 1000 s. But a's time slice is over, so the pool expects a
+    # much shorter wait.
     assert figure is not None
     assert figure.seconds < 10.0
     assert any("may take that memory" in line for line in pool.why("w").lines)

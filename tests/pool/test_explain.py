@@ -170,7 +170,10 @@ def test_pool_does_what_the_examples_in_the_docs_show(example):
 
 
 def test_plan_is_stable_if_memory_and_quota_are_both_missing(make):
-    """The owner's quota needs the end of its idle lease. Even then, too little memory is free."""
+    """``w`` waits for quota, which its owner's idle lease uses up, and also for memory on G1.
+
+    A running cell uses all memory of G1. So a suspend of the idle lease alone would not help ``w``.
+    """
     lab = make(device(0), device(1), quotas={"ann": Quota(leases=1)})
     lab.idle("a", 10, owner="ann")
     lab.release("a")
@@ -243,7 +246,7 @@ TURNS = {"preempt": PREEMPT_ALL, "half_life": 3600.0}
 
 
 def may_take(lab, name):
-    """Return the line of a session that names who may take its lease."""
+    """Return the line of a session's explanation that says whose kernel may take its slice."""
     (line,) = [line for line in lab.pool.why(name).lines if "may take this slice" in line]
     return line
 
@@ -362,7 +365,10 @@ def test_wait_of_a_class_without_a_schedule_names_no_time(make):
     ("rules", "at"), [({"class"}, None), ({"class", "turns"}, 120.0)], ids=["class", "turns"]
 )
 def test_wait_names_a_time_only_if_age_changes_the_plan(make, rules, at):
-    """With age, ``w`` rises to the holder's class, and can then preempt it only by a turn."""
+    """After 120 s of waiting, ``w`` reaches the holder's class. Then it can preempt by a turn.
+
+    If turns are off, it can never preempt the holder, so the explanation names no time.
+    """
     classes = {"batch": 0, "urgent": 2}
     lab = make(
         device(0), preempt=frozenset(rules), priority_classes=classes, default_priority="batch",
@@ -390,9 +396,9 @@ def test_wait_names_the_time_when_age_overtakes_the_queue(make):
 
 @pytest.mark.parametrize(("owner", "half_life"), [("ann", 3600.0), ("bob", 0.0)])
 def test_wait_names_no_time_if_age_does_not_change_the_order(make, owner, half_life):
-    """Age never changes the order of one owner's sessions.
+    """Sessions of one owner keep their order in the queue, however long they wait.
 
-    If fair shares are off, age never changes the order of any sessions.
+    If fair shares are off, sessions of different owners keep their order, too.
     """
     lab = make(device(0), preempt=frozenset(), half_life=half_life)
     lab.running("a", 16, owner="cyd")

@@ -200,7 +200,7 @@ def test_growth_leaves_bytes_promised_to_waiting_sessions(make):
     lab.idle("i", 8)
     lab.running("a", 4, limit=12)
     lab.open("w", 12)
-    # 4 bytes are free, and a suspend frees 8: the pool promises all 12 to w.
+    # 4 bytes are free, and the suspend of i will free 8. The pool promises all 12 bytes to w.
     assert suspends(lab.hold("w")) == ["i"]
     assert code(lab.grow("a", 1)) == "no-memory"
     assert attaches(lab.suspended("i", ("G0", 2))) == ["w"]
@@ -222,7 +222,10 @@ def test_growth_leaves_bytes_that_the_head_accumulates(make):
 
 
 def grown(make, used=6, **rules):
-    """Make a session with 4 guaranteed bytes that has grown to 12; a sample shows ``used``."""
+    """Return a lab with a session that has 4 guaranteed bytes and has grown to 12 bytes.
+
+    The last sample of the device shows that the session uses ``used`` bytes.
+    """
     lab = make(device(0), growth_step=8, **rules)
     lab.running("a", 4, limit=12)
     assert size(lab.grow("a", 1)) == 12
@@ -282,7 +285,7 @@ def test_newly_grown_bytes_stay_until_a_sample_after_the_growth(make):
     lab.grow("a", 8)
     lab.open("w", 10)
     assert attaches(lab.hold("w")) == []
-    # This sample may show the memory before the growth, so the pool ignores it.
+    # This sample may be older than the growth, so the pool does not take any bytes back yet.
     none(lab.seen("G0", a=4), ev.Resize)
     lab.after(SETTLE)
     actions = lab.seen("G0", a=5)
@@ -379,7 +382,8 @@ def test_growth_may_use_bytes_promised_to_the_same_session(make):
     lab.idle("i", 8)
     lab.running("a", 4)
     assert suspends(lab.change("a", 12)) == ["i"]
-    # The 4 free bytes are part of the 8 bytes promised to a.
+    # The pool has promised 8 bytes to a: the 4 free bytes, and bytes that the suspend of i frees.
+    # So a may already grow by 3 of the free bytes.
     actions = lab.grow("a", 3)
     assert suspends(actions) == []
     assert got(actions, ev.Resize).slices == (Slice("G0", 7),)
@@ -418,7 +422,10 @@ def test_waiting_growth_gains_points_with_age(make):
 
 
 def test_growth_at_the_head_reserves_bytes_of_other_leases(make):
-    """The head reserves no bytes of its own lease. Sessions behind it get only spare bytes."""
+    """The head of the queue is the growth of ``a``. It reserves 8 bytes of the other leases.
+
+    ``w`` is behind the head, so it gets none of these bytes.
+    """
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("b", 4)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Under host memory pressure, suspended state goes back to a device that has room."""
+"""When host memory is short, the pool moves suspended state back to a device that has room."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_states_go_back_one_by_one_and_the_largest_first(make):
         away(lab, name, size)
     lab.running("busy", 5)
     assert attached(press(lab, "small", "large", "huge")) == ["large"]
-    # One move may be enough. The next move starts only if a later sample still shows pressure.
+    # The move of one state may free enough host memory. So the pool moves another state only if a
+    # sample after this move still shows pressure.
     assert attached(press(lab, "small", "large", "huge")) == []
     lab.done("large")
     assert lab.record("large").state == "idle"
@@ -58,7 +59,7 @@ def test_resume_under_pressure_uses_only_free_unpromised_bytes(make):
     lab.idle("b", 10)
     none(press(lab, "a"), ev.Attach)
     assert lab.record("b").state == "idle"
-    # The pool promises the bytes that become free to the head of the queue.
+    # The suspend of b frees bytes, and the pool has promised these bytes to w. So a gets none.
     lab.open("w", 12)
     lab.hold("w")
     assert lab.record("b").state == "detaching"

@@ -20,9 +20,9 @@ def not_moved(lab: Lab, name: str) -> list[ev.Action]:
 
 @pytest.fixture
 def lab(make):
-    """``a`` has suspended state from G0, and ``b`` uses G0.
+    """Return a lab in which the driver has refused to move the state of ``a`` from G0 to G1.
 
-    The driver cannot resume ``a`` on G1.
+    ``a`` is suspended and waits for G0. ``b`` uses G0.
     """
     lab = make(device(0), device(1))
     lab.parked("a", used=10)
@@ -89,7 +89,10 @@ def test_the_headroom_of_a_resume_is_less_on_a_small_device(make, size, room):
 
 
 def test_resume_does_not_wait_for_bytes_of_a_display_server(make):
-    """The state needs almost all other bytes of the device, so it resumes with less headroom."""
+    """The display server uses 2 of 64 bytes, and the state needs 61. So 1 byte is left as headroom.
+
+    The session resumes with 1 byte of headroom, and does not wait for 4 bytes.
+    """
     lab = make(device(0, 64), resume_headroom=4)
     lab.seen("G0", foreign=2)
     lab.parked("a", used=61, memory=60)
@@ -130,8 +133,11 @@ def test_state_resumes_without_headroom_if_the_other_gpu_is_lost(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62)]
 
 
-def test_two_nearly_full_states_resume_on_their_own_devices(make):
-    """In an earlier version the session waited, because one device had too little headroom."""
+def test_two_states_that_nearly_fill_their_devices_resume_there(make):
+    """Each device has room for the state and 1 byte of headroom, not for the usual 4 bytes.
+
+    In an earlier version, the session waited for the rest of the headroom.
+    """
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.idle("a", memory=50, devices=2)
     lab.release("a")
@@ -156,7 +162,10 @@ def test_two_states_resume_without_headroom_if_no_gpu_has_it(make):
 
 
 def test_state_larger_than_the_usable_memory_resumes(make):
-    """A kernel without the guard may have used bytes that the driver or the admin reserves."""
+    """Without the guard, a kernel can use bytes that the pool keeps for the driver or the admin.
+
+    So its state can be larger than the memory that a slice can have.
+    """
     lab = make(device(0, 64, memory_reserved=2), reserve=1)
     lab.parked("a", used=63, memory=61)
     attach = got(lab.hold("a"), ev.Attach, session="a")

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Landing: a process has seen a device, and the guard can move it at its first context."""
+"""Landing: a process has called cuInit for one device, but its slice may be on another device.
+
+When the process makes its first context, the guard can move the process to its slice.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ def landing(index, model="A", **fields):
 
 
 def asked(lab, name, *bound, memory=10, lands=True):
-    """Open a session whose process has seen devices and now makes its first context."""
+    """Open a session and let it ask for its slice; return the pool's actions.
+
+    Its process has seen the devices ``bound`` at cuInit, and now makes its first context.
+    """
     lab.send(
         ev.SessionOpened, session=name, owner=Owner(name), attach="lazy", lands=lands,
         request=Request(memory=memory, limit=memory, devices=len(bound)),
@@ -56,7 +62,10 @@ def test_sessions_that_saw_one_gpu_may_use_all_gpus_of_its_model():
 
 
 def test_session_is_bound_to_the_device_that_has_its_memory():
-    """The session saw G0 and landed on G1. It cannot move again: G1 reserves no landing context."""
+    """The session saw G0 and landed on G1. G1 reserves no bytes for the contexts of landings.
+
+    So the session cannot move again.
+    """
     lab = Lab(landing(0), device(1, 17, model="A"))
     lab.running("b", 16)  # b is on G0
     asked(lab, "a", "G0")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The largest request that the pool offers is the largest one that its rules accept."""
+"""The pool offers a largest size: its rules accept a request of this size, but no larger one."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ from jupyter_gpupool.pool.schedule import HEAD
 
 from .builders import Lab, all_of, device, got, none
 
-#: Reasons for a suspend that need no waiting session.
+#: Reasons for which the pool suspends a session even if no other session waits.
 OWN_REASONS = {"idle", "release"}
 
 
 class Watched(Lab):
-    """A lab that checks each suspend of an idle holder when the pool decides on the suspend."""
+    """A lab that checks, for each suspend of an idle holder, that one of the statements is true."""
 
     for_head = 0
 
@@ -49,7 +49,8 @@ class Watched(Lab):
         held = plan.reservation
         assert held is not None
         head = held.session
-        # In a copy of the pool, start a cell of the victim directly after its suspend.
+        # Try on a copy of the pool: the victim starts a cell directly after its suspend. While the
+        # head waits, the victim must not get its bytes back.
         pool = copy.deepcopy(self.pool)
         common = {"now": self.now, "session": a.session}
         done = ev.SuspendDone(
@@ -65,7 +66,7 @@ class Watched(Lab):
 
 
 def test_idle_slice_stays_if_the_head_does_not_need_it():
-    """Each of two kernels waits for 6 bytes. The 2 bytes of the idle lease would help neither."""
+    """Two kernels wait for 6 bytes each. With the bytes of the idle lease, only 3 would be free."""
     lab = Watched(device(0, 8), device(1, 8))
     lab.running("cat", 5)
     lab.idle("mine", 2)
@@ -74,7 +75,7 @@ def test_idle_slice_stays_if_the_head_does_not_need_it():
         lab.open(name, 6)
         lab.hold(name)
     none(lab.after(200), ev.Suspend)
-    # The head does not need the idle bytes: it has room as soon as either running kernel ends.
+    # The end of a running kernel is enough to make room for the head. So "mine" keeps its slice.
     got(lab.end("cat"), ev.Attach, session="dan")
     assert lab.state("mine") == "idle"
 

@@ -33,7 +33,7 @@ def session(name: str = "s", **fields: Any) -> Session:
     wanted=st.integers(1, 24),
 )
 def test_spare_bytes_never_delay_the_head_of_the_queue(leases, free, wanted):
-    """Whatever the order in which leases end, the backfill does not delay the head's start."""
+    """The leases may end in any order: the head can start as early as without the backfill."""
     room = Room(DeviceLedger(device(0), capacity=sum(leases) + free, granted=sum(leases)))
     room.leases = [(session(), size) for size in leases]
     given_away = room.spare(wanted)
@@ -61,7 +61,10 @@ def waiting(now: float, ageing: float, *sessions: Session) -> Facts:
     later=st.floats(0, 1e6),
 )
 def test_order_of_two_sessions_is_constant_while_both_wait(since, classes, later):
-    """The queue is in order of points + waiting time / ageing, at every time."""
+    """The sort key of the queue is: points of the class + waiting time / ageing.
+
+    The keys of all sessions grow equally fast, so no session overtakes another by waiting.
+    """
     pair = [
         session(name, queued_at=at, priority=priority)
         for name, at, priority in zip("ab", since, classes, strict=True)

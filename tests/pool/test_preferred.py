@@ -18,7 +18,7 @@ def test_device_with_room_is_preferred(lab):
 
 
 def test_device_of_the_victim_is_preferred(lab):
-    """No memory is free. The lease on G1 is idle; on G0, ``a`` would wait for a running cell."""
+    """On G1, the pool can suspend an idle lease. On G0, ``a`` would have to wait for a cell."""
     lab.running("b", 16)
     lab.idle("c", 16)
     lab.open("a", 10)
@@ -50,7 +50,7 @@ def test_all_preferred_devices_of_a_gang_are_named(lab):
 
 
 def test_gang_resumes_on_its_own_devices_in_the_same_order(make):
-    """Its second device is free, but the pool waits for the first one and migrates no state."""
+    """G1 is free, but G0 is not. The pool frees G0, and moves no state to another device."""
     lab = make(device(0, can_migrate=True), device(1, can_migrate=True))
     lab.running("g", 8, devices=2)
     lab.drop("g")

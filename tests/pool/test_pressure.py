@@ -40,8 +40,8 @@ def test_lease_with_the_most_idle_byte_seconds_yields_first(make):
     lab.idle("large-new", 20)
     lab.after(10)
     lab.open("w", 7)
-    # small-old has the higher score: 4 bytes x 110 s, not 20 bytes x 10 s. With the 6 free bytes,
-    # its 4 bytes are enough for w.
+    # The score is bytes x idle seconds: 4 x 110 for small-old, 20 x 10 for large-new. So small-old
+    # has the higher score. Its 4 bytes and the 6 free bytes are enough for w.
     assert suspends(lab.hold("w")) == ["small-old"]
 
 
@@ -52,7 +52,7 @@ def test_pool_preempts_no_more_leases_than_needed(make):
     lab.idle("b", 10)
     lab.after(1)
     lab.open("w", 10)
-    # a has the higher score, but is too small; b alone is enough.
+    # a has the higher score, but its 2 bytes are too few. The 10 bytes of b are enough without a.
     assert suspends(lab.hold("w")) == ["b"]
 
 
@@ -209,7 +209,10 @@ def test_free_memory_of_the_host_limits_suspends(make):
 
 
 def test_busy_victim_is_tried_again_when_its_cell_ends(make):
-    """The victim runs short cells without a pause. An attempt at another time finds it busy."""
+    """The victim runs short cells, one directly after the other, so most suspends find it busy.
+
+    So the pool tries again each time a cell ends.
+    """
     lab = make(device(0))
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -221,14 +224,15 @@ def test_busy_victim_is_tried_again_when_its_cell_ends(make):
         assert lab.state("a") == "active"
         lab.now += 0.01
         assert suspends(lab.drop("a", f"c{number}")) == ["a"]
-    # The refusal says "busy", but the victim has no hold. So the pool waits before it tries again.
+    # This time the refusal says "busy" although the victim runs no cell. So the pool cannot wait
+    # for the end of a cell, and tries again after one second.
     lab.refused("a", "busy")
     assert suspends(lab.after(0.9)) == []
     assert suspends(lab.after(0.2)) == ["a"]
 
 
 def test_next_victim_is_tried_when_a_suspend_is_refused(make):
-    """Each lease has 8 bytes, but host memory has room only for the state of ``light``."""
+    """Host memory has 6 free bytes. ``heavy`` needs 8 of them for its state, and ``light`` none."""
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
     lab.idle("heavy", 8)
@@ -313,8 +317,8 @@ def test_backfill_leaves_the_memory_that_the_head_needs(make):
     lab.open("head", 10)
     lab.hold("head")
     lab.open("small", 2)
-    # 8 bytes are free, and head needs 10. If small gets 2 of them, head can still start when either
-    # a or b ends.
+    # 8 bytes are free, and head needs 10. If small gets 2, then 6 are left. The end of a, or of b,
+    # frees 4 more bytes, which is enough for head.
     assert attaches(lab.hold("small")) == ["small"]
     lab.open("small2", 2)
     assert attaches(lab.hold("small2")) == []
@@ -329,7 +333,8 @@ def test_session_is_backfilled_when_the_head_asks_for_less(make):
     lab.hold("head")
     lab.open("small", 2)
     assert attaches(lab.hold("small")) == []
-    # Now only the end of a lets head start, and then 3 bytes are left over.
+    # head now asks for 9 bytes, so it must wait for the end of a. Then 12 bytes are free, and head
+    # leaves 3 of them. So small can have 2 bytes now.
     assert attaches(lab.change("head", 9)) == ["small"]
 
 
@@ -339,7 +344,8 @@ def test_states_of_different_sizes_go_to_devices_with_room(make):
     lab.release("a")
     lab.suspended("a", ("G0", 1), ("G1", 10))
     lab.seen("G1", foreign=2)
-    # One state needs 10 bytes, the other state needs 11. Only one device has room for 11 bytes.
+    # The first state needs 10 bytes, the second state 11. On G1, 2 of 12 bytes are in use, so only
+    # G0 has room for 11 bytes.
     attach = got(lab.hold("a"), ev.Attach)
     assert attach.slices == (Slice("G1", 10), Slice("G0", 11))
 
@@ -368,7 +374,8 @@ def test_two_alternating_sessions_cannot_starve_the_head(make):
         if suspends(lab.after(0.5)):
             break
         lab.hold("b", "c")
-    # After one period of ageing the pool preempts idle leases for the head, one by one.
+    # The head has waited for one period of ageing. From now on, the pool suspends each lease that
+    # becomes idle, and keeps its bytes for the head.
     assert lab.state("b") == "detaching"
     lab.suspended("b", ("G0", 2))
     assert suspends(lab.drop("a")) == ["a"]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Promises and reservations, which may not delay the sessions ahead in the queue."""
+"""A promise or a reservation must not delay a session that is further ahead in the queue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .builders import Lab, device, got, none
 
 
 def test_session_ahead_takes_quota_promised_to_a_later_session():
-    """The pool has promised quota and memory to ``behind``. ``first`` needs only the quota."""
+    """The pool has promised quota and memory to ``behind``. ``first`` takes only the quota."""
     lab = Lab(device(0), device(1, 8), quotas={"u": Quota(leases=1)})
     lab.idle("a", 8)
     assert lab.where("a") == [("G1", 8)]
@@ -25,7 +25,10 @@ def test_session_ahead_takes_quota_promised_to_a_later_session():
 
 
 def test_request_that_idle_leases_cannot_serve_waits_for_memory():
-    """``less`` waits for host memory. Behind it, ``more`` needs more than all idle leases have."""
+    """A suspend of an idle lease would make room for ``less``, but host memory is short.
+
+    No suspend of an idle lease would make room for ``more``. So ``more`` waits for running cells.
+    """
     lab = Lab(device(0), device(1))
     lab.running("c", 9)
     lab.idle("d", 5)
@@ -44,7 +47,10 @@ def test_request_that_idle_leases_cannot_serve_waits_for_memory():
 
 
 def test_lease_of_the_former_head_is_reserved_for_next_head():
-    """The growth of ``g`` was the head. Now ``g`` is idle, so its growth is last in the queue."""
+    """At first, the growth of ``g`` is the head of the queue, and ``h`` is second.
+
+    When ``g`` becomes idle, its growth goes to the end of the queue. Then ``h`` is the head.
+    """
     lab = Lab(device(0, 12))
     for name, size in (("x", 6), ("y", 1), ("g", 3)):
         lab.running(name, size)
@@ -52,13 +58,17 @@ def test_lease_of_the_former_head_is_reserved_for_next_head():
     for name, size in (("h", 6), ("l", 2)):
         lab.open(name, size)
         none(lab.hold(name), ev.Attach)
-    # "h" needs the bytes of "g", the bytes of "y", and the 2 free bytes. So "l" must get none.
+    # "h" can start with the bytes of "g" and "y" and the 2 free bytes. So "l" must not get the free
+    # bytes.
     none(lab.drop("g"), ev.Attach)
     assert lab.reason("l") == "the free memory is reserved for the next kernel in the queue"
 
 
 def test_lease_granted_in_this_pass_is_reserved_for_the_head(make):
-    """The head needs the bytes of the new lease, so the pool reserves them for the head."""
+    """In one pass, the pool grants a lease to ``first`` and reserves the device for ``head``.
+
+    The bytes of this new lease are reserved, too: when it ends, ``head`` has enough bytes.
+    """
     lab = make(device(0, 9))
     lab.running("a", 4)
     lab.seen("G0", foreign=5)

@@ -33,8 +33,8 @@ FORBIDDEN = {
     "uuid",
 }
 
-#: A module may import only modules that come before it in this list. Imports only for types count
-#: as well.
+#: A module may import only modules that come before it in this list. An import that only type
+#: checkers need must obey this rule, too.
 ORDER = [
     "residence",
     "evidence",
@@ -124,8 +124,9 @@ def test_no_module_is_too_long():
 
 
 def test_hold_that_gets_a_free_slice_runs_little_code():
-    """Each event has limits for its function calls, for the files whose code runs, and for the
-    changes from one file to another.
+    """The event HoldTaken makes few function calls, in few files.
+
+    A reader who follows these calls must not often change from one file to another.
     """
     found = story()["HoldTaken"]
     assert found["calls"] <= 80

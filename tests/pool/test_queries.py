@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A query never changes the pool. The tests try all arguments."""
+"""A query never changes the pool. The tests make each query for all sessions and devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from . import world
 from .test_random import Draws
 from .world import World
 
-#: The query methods of a pool and their arguments: none, sessions, devices or a time.
+#: Query method of a pool -> a function that returns the tuples of arguments to call it with.
 QUERIES: dict[str, Callable[[Pool], Iterable[tuple[Any, ...]]]] = {
     **dict.fromkeys(
         [
@@ -58,7 +58,10 @@ def seen(pool: Pool) -> Any:
 
 
 class Asked(Pool):
-    """A pool that answers every query before each event. Its twin answers no query."""
+    """A pool that the test asks every query before each event.
+
+    Its twin gets the same events and no query. Both must decide the same.
+    """
 
     def __init__(self, rules: Any) -> None:
         super().__init__(rules)
@@ -109,7 +112,7 @@ def test_query_about_an_unknown_device_does_not_add_it(lab):
 
 
 def test_query_about_lost_devices_adds_none(lab):
-    """A restarted broker may not find the devices that its sessions name."""
+    """After a restart of the broker, some devices that its sessions name may be missing."""
     lab.open("a", 4)
     lab.send(ev.HoldTaken, session="a", hold="h", kind="device", bound=("GPU-gone",))
     lab.parked("b", 4)

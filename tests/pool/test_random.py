@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The pool against the naive model, under Hypothesis and in a soak."""
+"""Random events, by Hypothesis and in a soak. The naive model checks each action of the pool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from .world import World
 
 
 class Draws:
-    """A replacement of ``random.Random`` by Hypothesis, so that Hypothesis can shrink a failure."""
+    """Has the methods of ``random.Random`` that the world uses, and gets values from Hypothesis.
+
+    So Hypothesis can shrink a failure.
+    """
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -56,7 +59,7 @@ def _rule(name: str) -> Any:
     return step
 
 
-# The common steps have several names, so that Hypothesis takes them more often.
+# A number is the number of copies of a step. Hypothesis takes a step with more copies more often.
 for step_name, times in {
     "open": 2,
     "hold": 4,
@@ -103,7 +106,7 @@ TestPoolMachine.settings = settings(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_large_request_does_not_starve(seed):
-    """Small sessions always run cells. A session that needs whole devices must start nevertheless.
+    """The small sessions always run cells. Still, a session that needs whole devices must start.
 
     Every small cell ends within 5 s. The large session is the head of the queue. During one period
     of ageing, the pool only reserves devices for the head. After this period, the pool preempts

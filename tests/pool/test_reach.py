@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The pass skips requests that must fail. The plan is the same as if the pass tried all of them."""
+"""The pass over the queue skips requests that cannot succeed now.
+
+Its plan must be the same as the plan of a pass that skips no request.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from jupyter_gpupool.pool.schedule import Plan
 
 from .world import World
 
-#: Steps that rarely end sessions, so that the queue becomes long.
+#: Most steps of the test come from this list. They rarely end a session, so the queue becomes long.
 LIKELY = ["open", "hold", "hold", "wait", "complete", "tick", "drop", "sample"]
 
 
@@ -28,7 +31,7 @@ def same(facts: Facts, short: Plan, whole: Plan) -> None:
         assert why == whole.reasons[name], facts.sessions[name]
 
 
-#: Seeds with long queues: with each, the pass skips thousands of requests.
+#: With each of these seeds, the queue becomes long, and the pass skips thousands of requests.
 @pytest.mark.parametrize("seed", [6, 46, 49, 51, 52, 64, 71])
 def test_skipping_hopeless_requests_does_not_change_the_plan(seed, monkeypatch):
     skipped = 0

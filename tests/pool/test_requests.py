@@ -58,8 +58,7 @@ def test_impossible_request_is_refused_at_once(make, fields, rules, code):
     assert refusal.message.endswith(".")
     assert refusal.next_step.endswith(".")
     assert "a" not in lab.pool
-    # A change of an open session to this size gets the same refusal. The session keeps its old
-    # request.
+    # An open session that asks for the same values gets the same refusal. It keeps its old request.
     lab.open("b", 2, owner="user-a")
     if "b" in lab.pool:
         memory = fields["memory"]
@@ -409,8 +408,8 @@ def test_restarted_broker_continues_from_the_journal(make):
     assert lab.state("i") == "idle"
     assert lab.free() == [8]
     assert lab.pool.view(lab.now).host_used == 6
-    # The pool does not preempt directly after it has restored the sessions. Until the agents
-    # reconnect, the broker keeps a hold for each session that may be busy.
+    # For one second after the restart (GRACE), the pool preempts no restored session. In this time,
+    # an agent with a running cell can reconnect.
     lab.open("w", 16)
     assert suspends(lab.hold("w")) == []
     assert suspends(lab.after(1)) == ["i"]

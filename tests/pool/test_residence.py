@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Unit tests of the minimum residence: its bounds hold against any adversary."""
+"""Unit tests of the minimum residence: its bounds hold, whatever idle gaps an adversary chooses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ INF = math.inf
 
 
 def play(habits: Habits, gap: float, cost: float) -> tuple[float, Habits]:
-    """Return the GPU seconds that an idle gap costs while a session waits, and the new habits."""
+    """Let a holder be idle for ``gap`` seconds while another session waits.
+
+    Return the lost GPU seconds, and the habits of the holder after the gap.
+    """
     there = Gap(0.0, wanted=-1.0)
     until = residence.protected_until(there, Stay(), habits, cost=cost, share=0.001)
     assert until >= 0
@@ -55,7 +58,8 @@ def test_cost_of_gaps_is_at_most_twice_the_best_plus_one_move(cost, gaps):
 def test_worst_gaps_cost_at_most_twice_the_optimum():
     """An adversary ends each gap just before the move, just after it, or much later.
 
-    In each of 400 rounds, it compares all pairs of two gaps, and takes the most expensive pair.
+    In each of 400 rounds, the adversary compares pairs of gaps, and chooses the first gap of the
+    pair whose cost exceeds twice the optimum by the most.
     """
     cost, habits, lost, best = 1.0, Habits(), 0.0, 0.0
     ratios = []
@@ -142,7 +146,7 @@ def test_moves_take_at_most_their_share_of_the_used_time(cost, share, data):
     used = moved = now = 0.0
     habits = Habits()
     burst, pause = data.draw(st.floats(0.05, 3.0)), data.draw(st.floats(0.01, 0.95)) * cost
-    for _ in range(3):  # three stays with bursts and pauses of similar length
+    for _ in range(3):  # three stays: all bursts have similar lengths, and all pauses have
         stay = Stay()
         while True:
             jitter = data.draw(st.floats(0.5, 1.0))

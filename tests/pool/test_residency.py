@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A session keeps its slice for a while after a move, so that moves take only a part of the time.
+"""After a move, a session keeps its slice for a minimum time.
 
-The same rule keeps waits for idle GPUs short. ``test_residence`` tests the rule without a pool.
-This file also tests the older rule, which the pool keeps for comparison.
+This rule limits the part of the time that moves take. It also limits how long other sessions wait
+for an idle GPU. ``test_residence`` tests the rule without a pool. This file also tests the older
+rule, which the pool keeps for comparison.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def test_idle_holder_keeps_its_slice_for_the_time_of_a_move(make):
 
 
 def test_protection_time_runs_only_while_a_session_waits(make):
-    """Idle time before the wait does not count. During the wait, the holder runs short cells."""
+    """The idle time of ``a`` before the wait of ``w`` does not use up the protection of ``a``.
+
+    During the wait, ``a`` is idle only for a moment, so the pool still protects it.
+    """
     lab = make(device(0))
     moved(lab)
     lab.after(200)
@@ -122,7 +126,10 @@ def test_holder_that_always_returns_late_yields_at_once(make):
     ids=["free", "crowded", "stalled"],
 )
 def test_cost_of_a_move_includes_waits_for_other_moves(make, waited, stays):
-    """A move that waits for other moves can take longer than the holder's pauses of 3 s."""
+    """A move that waits for other moves can take longer than 3 s, which is the holder's pause.
+
+    Then the pool keeps the slice for the holder, for as long as a move takes.
+    """
     lab = make(device(0))
     moved(lab, waited=waited)
     for _ in range(4):
@@ -210,7 +217,7 @@ def test_lazy_kernel_is_informed_once_that_a_session_waits(make):
     got(lab.hold("w"), ev.Wanted, session="a")
     lab.open("v", 10)
     assert not all_of(lab.hold("v"), ev.Wanted)
-    # In each later lease, the pool informs the kernel again, but only once.
+    # If a session waits during a later lease of the kernel, the pool informs the kernel once more.
     got(lab.drop("a"), ev.Suspend, session="a")
     lab.suspended("a", ("G0", 10))
     lab.done("w")
@@ -322,8 +329,8 @@ def test_newer_move_times_have_more_weight(make):
     lab.drop("a")
     lab.open("w", 10)
     lab.hold("w")
-    # The mean suspend takes 4 s (1 s + 0.3 x 10 s), the mean resume 1 s. With a share of 0.1, the
-    # lease stays for 50 s.
+    # The mean time of a suspend is 4 s (1 s + 0.3 x 10 s), the mean time of a resume is 1 s. Moves
+    # may take 0.1 of the time. So the lease stays for (4 s + 1 s) / 0.1 = 50 s.
     assert suspends(lab.after(49.9)) == []
     assert suspends(lab.after(0.1)) == ["a"]
 
@@ -345,7 +352,7 @@ class Loops(Quick):
         self.alarms: list[tuple[float, int, str, str]] = []
         self.count = self.moves = 0
         self.moving = 0.0
-        #: Seconds for which each burst waited for its slice.
+        #: Session -> how many seconds each of its bursts waited for the slice.
         self.waits: dict[str, list[float]] = {"a": [], "b": []}
         self.asked: dict[str, float] = {}
         for name in self.waits:
@@ -403,9 +410,9 @@ class Loops(Quick):
 def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
     """Moves take at most the configured share of the time, and each wait has an upper limit.
 
-    Over a long time, both are true for all lengths of bursts, pauses and moves. No wait is longer
-    than one stay, one burst and one move together. With the rule ``work``, each pause is shorter
-    than a move, so the holder's next burst begins before a move could end.
+    Over a long time, this is true for all lengths of bursts, pauses and moves. The limit of a wait
+    is the sum of one stay, one burst and one move. With the rule ``work``, the test makes all
+    pauses shorter than a move: the holder's next burst begins before a move could end.
     """
     rng = random.Random(seed)
     swap = rng.uniform(0.4, 6.0)
@@ -435,7 +442,10 @@ def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
 @pytest.mark.parametrize("swap", [0.4, 2.4, 16.0])
 @pytest.mark.parametrize("think", [1.1, 3.0, 40.0])
 def test_two_users_in_turns_wait_only_for_the_move(swap, think):
-    """The pauses are longer than a move, so a cell waits only for moves and for other cells."""
+    """The pauses of both users are longer than a move, so the pool protects no idle slice.
+
+    A cell waits only for moves and for the other user's cell.
+    """
     rng = random.Random(int(10 * swap))
     lab = Loops(rng, swap, 0.1, 2 * think * swap)
     lab.wants("a")
@@ -451,9 +461,9 @@ def test_two_users_in_turns_wait_only_for_the_move(swap, think):
 
 
 def test_two_users_in_strict_turns_wait_only_for_the_move(make):
-    """Each user starts a cell after the other user's cell has ended.
+    """Two users take turns: each starts a cell only after the cell of the other user has ended.
 
-    After three such gaps, the pool has learnt that no session needs protection.
+    The pool has learnt after three idle gaps of a session that it need not protect the session.
     """
     lab = make(device(0))
     for name in ("a", "b"):

@@ -21,7 +21,7 @@ from jupyter_gpupool.pool.shares import Shares
 from .builders import Lab, all_of, device, got, none
 from .crowd import Crowd
 
-#: 0, or a number that is large enough to change a sum in spite of rounding.
+#: A number is either 0, or so large that its addition to a sum is not lost by rounding.
 USED = st.one_of(st.just(0.0), st.floats(1e-6, 1000))
 RATE = st.sampled_from([0.0, 0.25, 1.0, 2.0])
 
@@ -29,7 +29,7 @@ HALF = Group(guarantee=Portion(percent=50))
 
 
 def moved(lab: Lab, name: str, memory: int = 16, seconds: float = 1.0, **fields) -> None:
-    """Suspend and resume a session, in ``seconds`` each, and let it run."""
+    """Open a session, suspend it, resume it, and let it run. Each move takes ``seconds``."""
     lab.idle(name, memory, **fields)
     lab.release(name)
     lab.suspended(name, *lab.where(name), seconds=seconds)
@@ -212,7 +212,10 @@ def test_session_within_a_guarantee_is_not_preempted(make):
 
 
 def test_reclaim_leaves_the_other_group_its_guarantee(make):
-    """Group phy uses 32 bytes and has 16 guaranteed. So the pool may preempt only two sessions."""
+    """Group phy uses 4 x 8 bytes, and 16 bytes are guaranteed to the group.
+
+    So the pool may preempt only two of its four sessions.
+    """
     groups = {"bio": Group(guarantee=Portion(bytes=16)), "phy": Group(guarantee=Portion(bytes=16))}
     lab = make(groups=groups, preempt=PREEMPT_ALL)
     for name in ("p0", "p1", "p2", "p3"):
@@ -229,7 +232,10 @@ def test_reclaim_leaves_the_other_group_its_guarantee(make):
 
 @pytest.mark.parametrize("why", ["quota", "cap"])
 def test_request_blocked_by_a_limit_uses_no_guarantee(make, why):
-    """A request that a limit blocks leaves its group's guarantee to the group's other requests."""
+    """A quota or a cap blocks one request of a group, so this request needs no guarantee.
+
+    The next request of the group can use the whole guarantee.
+    """
     lab = make(
         preempt=PREEMPT_ALL,
         quotas={"ann": Quota(leases=1)} if why == "quota" else {},
@@ -249,7 +255,11 @@ def test_request_blocked_by_a_limit_uses_no_guarantee(make, why):
 
 
 def test_pool_does_not_preempt_an_idle_lease_that_is_too_small(make):
-    """A suspend of ``small`` frees too little. After it, the guarantee would protect ``low``."""
+    """A suspend of ``small`` would not free enough bytes for ``high``.
+
+    After this suspend, the group would use less than its guarantee, so the guarantee would protect
+    ``low``. Then ``high`` could not start at all.
+    """
     lab = make(
         device(0, 9), preempt=PREEMPT_ALL, groups={"team": Group(guarantee=Portion(bytes=6))}
     )
@@ -302,7 +312,10 @@ def test_grown_holder_is_preempted_for_a_guaranteed_request(make):
 
 
 def test_grown_state_does_not_preempt_the_session_on_its_device(make):
-    """The state is larger than its guarantee. So a may preempt b only by turns, not by class."""
+    """The state of ``a`` (16 bytes) is larger than its guarantee (4 bytes).
+
+    So ``a`` may not preempt ``b`` by its higher class, but only by a turn.
+    """
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("a", 4, limit=16, priority="interactive")
     lab.grow("a", 12)
@@ -342,7 +355,7 @@ def test_equal_sessions_get_equal_time_despite_moves(owners, move):
 
 
 def test_turns_of_large_state_stay_within_the_move_overhead():
-    """Two moves take two minutes, so a time slice must last 20 minutes."""
+    """Two moves take two minutes, at most 10 % of a time slice. So the slice lasts 20 minutes."""
     crowd = Crowd(1, move=60.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(3):
         crowd.add(f"k{i}", f"user{i}", cell=1e9)
@@ -353,7 +366,10 @@ def test_turns_of_large_state_stay_within_the_move_overhead():
 
 @pytest.mark.parametrize(("owners", "seconds"), [(1, 8000), (4, 4000), (16, 4000)])
 def test_slow_copies_make_time_slices_longer(owners, seconds):
-    """Eight devices share one path to host memory, and all first turns end at the same time."""
+    """Eight devices share one path to host memory. All first turns end at the same time.
+
+    So the first moves run at the same time, and are slow.
+    """
     crowd = Crowd(8, move=2.0, crowded=True, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(16):
         crowd.add(f"k{i}", f"user{i % owners}", cell=1e9)
@@ -406,9 +422,9 @@ def test_session_that_has_used_less_keeps_its_turn(make):
 
 
 def test_session_that_lost_its_turn_does_not_return_at_once(make):
-    """A turn lasts two time slices.
+    """A turn of a session lasts two time slices.
 
-    At its end, its owner has used one time slice more than the other owner.
+    When the turn ends, the owner of the session has used one time slice more than the other owner.
     """
     crowd = Crowd(1, move=1.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     a, b = crowd.add("a", "ann", cell=1e9), crowd.add("b", "bob", cell=1e9)
@@ -417,7 +433,10 @@ def test_session_that_lost_its_turn_does_not_return_at_once(make):
 
 
 def test_explanation_of_a_later_turn_names_its_time(make):
-    """Before the turn comes, the text must not say that no rule lets this kernel take memory."""
+    """The turn of ``a`` comes in 39 s. Until then, the explanation must name this time.
+
+    It must not say that ``a`` has no right to the memory.
+    """
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=3600.0)
     lab.running("a", 16, owner="ann")
     lab.after(30)
@@ -441,7 +460,10 @@ def test_explanation_of_a_later_turn_names_its_time(make):
 
 
 def test_pool_wakes_up_for_a_turn_between_one_owners_sessions(make):
-    """Without usage data, the pool must still ask for a tick at the end of the time slice."""
+    """With a half-life of 0, usage does not count. Turns between sessions still change.
+
+    So the pool must ask for a tick at the end of the time slice.
+    """
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=0.0, ageing=600.0)
     lab.running("a", 16, owner="ann")
     lab.seen("G0", a=1)
@@ -592,7 +614,10 @@ def test_only_holders_that_a_rule_may_preempt_get_warnings(make):
 
 @pytest.mark.parametrize("idle", [False, True])
 def test_session_whose_suspends_keep_failing_is_warned_and_ended(make, idle):
-    """The cause may be a stopped process or endless work. The pool first warns, then ends it."""
+    """Suspends keep failing if a process is stopped, or if its GPU work does not end.
+
+    The pool first warns the session, and then ends it.
+    """
     lab = make(device(0), preempt=PREEMPT_ALL, unsuspendable="end", half_life=3600.0)
     lab.running("stuck", 16, priority="batch")
     if idle:
@@ -670,7 +695,10 @@ def test_temporary_lack_of_host_memory_gives_no_warning(make):
 
 
 def test_length_of_the_first_turn_depends_on_resident_bytes(make):
-    """A move of all granted bytes would take 128 times as long as a move of the resident bytes."""
+    """Before the first sample, the pool assumes that the session uses its whole slice of 64 GiB.
+
+    When a sample shows fewer bytes, the expected move is shorter, and so is the turn.
+    """
     gib = 1 << 30
     lab = make(
         device(0, 96 * gib), preempt=frozenset({"turns"}), half_life=0.0, host_memory=999 * gib
@@ -693,7 +721,10 @@ def ends(lab: Lab, name: str) -> float:
 
 
 def test_session_that_fills_the_cap_of_its_group_is_warned(make):
-    """The session uses up the cap of its group. Without a warning, other members always wait."""
+    """The session uses up the cap of its group, and cannot be suspended.
+
+    Without a warning, the session could keep all other members of the group waiting.
+    """
     lab = make(
         device(0, can_suspend=False),
         device(1),

@@ -70,7 +70,7 @@ def test_share_that_a_group_does_not_use_goes_to_the_others():
 def test_user_with_many_requests_does_not_delay_the_others():
     """One user has 50 kernels, and ten users have one kernel each. All users get equal time.
 
-    The kernels of the ten users wait for only a few cells.
+    A kernel of the ten users waits at most for the time that two cells of each user take.
     """
     crowd = Crowd(2, half_life=1200.0)
     for i in range(50):
@@ -122,7 +122,10 @@ def position(lab: Lab, name: str) -> int:
 
 
 def test_age_overtakes_a_class_but_not_a_fair_share(make):
-    """A batch job with a long wait overtakes newer notebooks only if its owner has used little."""
+    """After a long wait, a batch job goes before a newer notebook, but only within a fair share.
+
+    The owner of "rich" has used more than a fair share, so the notebook stays ahead of "rich".
+    """
     lab = make(device(0), ageing=1.0, half_life=1e6)
     lab.running("busy", 16, owner="ann")
     lab.after(10)
@@ -167,7 +170,10 @@ def test_order_changes_with_usage_even_without_an_event(make):
 
 
 def bound(half: float, ratio: float, classes: float, leases: float) -> float:
-    """Return the longest wait for a ratio U / B, as in :mod:`jupyter_gpupool.pool.shares`."""
+    """Return the upper limit of a wait, by the formula in :mod:`jupyter_gpupool.pool.shares`.
+
+    ``ratio`` is U / B, ``classes`` is C, and ``leases`` is L in this formula.
+    """
     return max(classes, half * math.log2(1 + ratio)) + leases
 
 
@@ -175,7 +181,10 @@ def bound(half: float, ratio: float, classes: float, leases: float) -> float:
 @pytest.mark.parametrize("devices", [1, 3], ids=["one", "all of three"])
 @pytest.mark.parametrize("seed", range(3))
 def test_wait_of_the_heaviest_user_in_a_low_class_is_bounded(seed, devices, preempt):
-    """One user has used the whole machine and asks for it again. Others ask with a higher class."""
+    """One user has used the whole machine, and waits for all of it again, in the lowest class.
+
+    The other users ask in a higher class.
+    """
     half, ageing, cell, others = 60.0, 1.0, 5.0, 4
     crowd = Crowd(devices, half_life=half, ageing=ageing, seed=seed, preempt=preempt)
     rich = crowd.add(
@@ -188,8 +197,8 @@ def test_wait_of_the_heaviest_user_in_a_low_class_is_bounded(seed, devices, pree
             crowd.add(f"u{i}{k}", f"user{i}", cell=lambda: crowd.rng.uniform(0.5, 1.0) * cell)
     crowd.run(2)
     waits = rich.done + 1
-    # The user "rich" has used as many devices as all others use now. So U / B is the ratio of the
-    # others' weights to the weight of "rich".
+    # In the formula, U / B is (weights of the others / weight of the owner), because "rich" has
+    # used as many devices as the others use now. All weights are 1.
     crowd.run(bound(half, others, 100 * ageing, ageing + cell) + cell)
     assert rich.done >= waits, "it starves"
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The table of transitions and the page of the documentation that is generated from it."""
+"""The table of transitions, and the documentation page that a script makes from this table."""
 
 from __future__ import annotations
 

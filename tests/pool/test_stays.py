@@ -122,8 +122,8 @@ def test_pinned_session_shows_its_own_reason(make):
     lab.refused("a", "pinned", "it shares memory")
     assert lab.record("a").pinned_reason
     assert told(lab) == ""
-    # The retry is due, and host memory is now full, which is a second reason. The pool still
-    # shows only the first reason.
+    # It is time to try the suspend again, but now host memory is too small for the state. This is
+    # a second reason. The pool still shows only the first reason (``pinned_reason``).
     lab.send(ev.SettingsChanged, settings=dataclasses.replace(lab.pool.settings, host_memory=5))
     lab.after(60.0)
     assert lab.state("a") == "idle"

@@ -25,7 +25,7 @@ def ask(lab: Lab, name: str, memory: int = 10, **fields: object) -> list[ev.Acti
 
 
 def test_backfilling_takes_only_bytes_that_the_head_can_spare():
-    """The pool serves sessions behind the head only where this cannot delay the head."""
+    """The pool serves sessions behind the head only with memory that the head can never need."""
     lab = Lab()
     lab.running("a")
     lab.running("b")
@@ -68,9 +68,10 @@ def test_head_accumulates_after_ageing_seconds():
 
 
 def test_wait_for_a_quota_reserves_nothing():
-    """To free the quota, the pool preempts idle leases of its owner. Other owners do not wait.
+    """If a session waits for its owner's quota, the pool preempts idle leases of this owner.
 
-    The pool places a slice on the fullest device that fits, not on the empty one.
+    The session reserves no memory while it waits, so sessions of other owners can start. The pool
+    places a slice on the fullest device that has room, so one device is empty for ``other``.
     """
     lab = Lab(quotas={"u": Quota(leases=1)})
     lab.idle("a", owner="u")
@@ -85,9 +86,9 @@ def test_wait_for_a_quota_reserves_nothing():
 
 
 def test_victim_is_a_session_whose_state_fits_host_memory():
-    """The pool preempts only a victim whose state has room in host memory.
+    """The pool preempts a session only if host memory has room for its state.
 
-    If there is no such victim, host memory is the reason for the wait.
+    If host memory has no room for the state of any victim, it is the reason for the wait.
     """
     lab = Lab(device(0))
     lab.idle("a")
@@ -104,7 +105,10 @@ def test_victim_is_a_session_whose_state_fits_host_memory():
 
 
 def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
-    """Attached sessions with less than their guarantee wait in the same queue as the others."""
+    """A session whose slice is smaller than its guarantee waits in the queue for the rest.
+
+    It is the same queue in which sessions without a slice wait.
+    """
     lab = Lab(device(0))
     lab.running("a", 8)
     lab.running("b", 8)
@@ -128,7 +132,10 @@ def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
 
 
 def test_old_wait_goes_before_a_higher_class():
-    """A wait earns a point every ``ageing`` seconds. The order of two waits never changes."""
+    """A waiting session gets one point every ``ageing`` seconds.
+
+    All sessions get points at the same rate, so two waiting sessions never change their order.
+    """
     lab = Lab(device(0), ageing=1.0)
     lab.running("a", 16)
     ask(lab, "batch", 16, priority="batch")
@@ -141,7 +148,7 @@ def test_old_wait_goes_before_a_higher_class():
 
 
 def test_promise_on_a_paused_device_is_replaced():
-    """If a promise has become impossible, the pool preempts another lease."""
+    """If the pool can no longer keep a promise, it preempts another lease for the same session."""
     lab = Lab()
     lab.idle("a")
     lab.now = 1.0
@@ -155,7 +162,10 @@ def test_promise_on_a_paused_device_is_replaced():
 
 
 def test_slice_stays_for_the_length_of_a_move_after_a_resume():
-    """The pool preempts an idle lease when its minimum residence after a resume is over."""
+    """After a resume, an idle lease stays for its minimum residence, here 2 s.
+
+    When this time is over, the pool preempts the lease for a waiting session.
+    """
     lab = Lab(device(0))
     lab.idle("a")
     lab.release("a")

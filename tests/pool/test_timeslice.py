@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Turns of computing: shares over time, no starvation, no wasted turn, deterministic results."""
+"""Turns of computing: each session gets its share of the time, and no turn is wasted.
+
+No session starves. The same inputs always give the same turns.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class Program:
 
 
 class Machine:
-    """Simulated devices that run the planned programs; concurrent programs share device time."""
+    """Simulated devices. In each turn, they run the programs that the plan selects for the turn.
+
+    Programs that run on a device at the same time share its time.
+    """
 
     def __init__(self, seed: int = 0, **programs: Program) -> None:
         self.programs = programs
@@ -80,7 +86,10 @@ class Machine:
         return found
 
     def check(self, found: Turn) -> None:
-        """Check that a contended device runs at most one busy program, and no turn is wasted."""
+        """Check that a contended device runs at most one busy program.
+
+        Check also that a program waits only if another busy program runs on one of its devices.
+        """
         busy = {n: p for n, p in self.programs.items() if p.busy}
         for uuid in {u for p in self.programs.values() for u in p.devices}:
             there = [n for n, p in busy.items() if uuid in p.devices]
@@ -138,7 +147,7 @@ def test_busy_seconds_follow_the_shares_over_time(seed, overrun):
     m = Machine(seed, **programs)
     m.run(50)
     before = m.snapshot()
-    # In this time even the program with the smallest share has several turns.
+    # The number of turns is so large that the program with the smallest share has several of them.
     m.run(min(3000, 60 * sum(shares) // min(shares)))
     for name, got in m.shares(before).items():
         due = m.programs[name].share / sum(shares)
@@ -162,8 +171,8 @@ def test_no_session_starves_and_no_turn_is_wasted(seed):
     m.run(600)
     for name, p in programs.items():
         gaps = [b - a for a, b in zip([0, *p.ran], [*p.ran, 600], strict=True)]
-        # Each other program can have at most ten times this program's share, and so at most ten
-        # turns for each turn of this program. The limit is twice as large.
+        # The largest share is about ten times the smallest (99 and 10). So between two turns of
+        # this program, another program has at most about ten turns. The limit is twice as high.
         assert max(gaps) <= 2 * 10 * len(programs), f"{name} waited {max(gaps)} turns: {programs}"
 
 
@@ -198,7 +207,8 @@ def test_session_owes_nothing_for_time_used_alone():
 def test_session_with_pauses_gets_its_share_of_busy_time():
     m = Machine(a=Program(50), b=Program(50, work=10, pause=10))
     m.run(2000)
-    # b computes for 10 turns, which take 20 turns next to a, and then pauses for 10 turns.
+    # b computes in 10 turns, and a has 10 turns in between. Then b pauses for 10 turns. So b has 10
+    # of 30 turns.
     assert m.shares()["b"] == pytest.approx(1 / 3, abs=0.05)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Usage of users and groups: device-seconds, decay, daily budgets, restarts."""
+"""The usage of users and groups: device-seconds and their decay, daily budgets, and restarts."""
 
 from __future__ import annotations
 
@@ -461,7 +461,7 @@ LATE = 20 * DAY + 22 * 3600.0
 
 
 def spender(make, daily: Daily) -> Lab:
-    """Return a pool in which ann has used 1,000 GPU-seconds since 22:00."""
+    """Return a lab in which ann has used 1,000 GPU-seconds, from 22:00 on."""
     lab = make(device(0), half_life=HALF, quotas={"ann": Quota(daily=daily)})
     lab.now = LATE
     lab.running("a", 16, owner="ann")
@@ -503,7 +503,8 @@ def test_clock_that_is_set_back_renews_no_budget(make):
     for back in (-3600.0, -30 * 3600.0, -3000 * DAY):
         lab.send(ev.ClockSet, ahead=back)
         assert left(lab) == pytest.approx(0)
-    # The last step is a whole number of days, so midnight still comes 2 h after ``LATE``.
+    # The last step set the clock back to the same time of another day. So the next midnight is
+    # still 2 h after ``LATE``.
     lab.now = LATE + 2 * 3600 - 1
     assert left(lab) == pytest.approx(0)
     lab.now += 1

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A pool, the naive model and a simulated runner, and the random steps that tests take.
+"""A pool, the naive model, a simulated runner, and the random steps that the tests take.
 
-Every step makes its choices with a ``Chooser``: ``random.Random`` in the soak, Hypothesis's draws
-in the property test.
+Each step makes its random choices with a ``Chooser``. In the soak this is a ``random.Random``. In
+the property test it is a ``Draws``, which gets its values from Hypothesis.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ CLASSES = ("interactive", "notebook", "notebook", "notebook", "batch")
 
 
 def random_groups(c: Chooser) -> dict[str, Group]:
-    """Return two groups, perhaps one inside the other.
+    """Return two groups; one of them may be inside the other.
 
-    Their guarantees may add up to more bytes than the machine has.
+    The sum of their guarantees may be more bytes than the machine has.
     """
     return {
         "lab": Group(
@@ -148,7 +148,7 @@ class World:
         self.shares = shares
         self.most = most
         self.deep = deep
-        #: Once in this many events, the world checks the explanations one by one.
+        #: The world checks each explanation after every ``every`` events.
         self.every = every
         self.now = 1000.0
         self.settings = random_settings(c, shares=shares)
@@ -304,7 +304,7 @@ class World:
         common: dict[str, Any] = {"now": self.now, "session": name, "epoch": s.epoch}
         if s.effect == "attach":
             if how <= 17:
-                # In every fourth epoch, the report says that the attach has waited for other moves.
+                # In every fourth epoch, the attach took longer because it waited for other moves.
                 waited = 40.0 if s.epoch % 4 == 3 else 0.0
                 seconds = self.c.choice([0.0, 1.5])
                 self.send(ev.AttachDone(**common, seconds=seconds, waited=waited))
@@ -355,9 +355,9 @@ class World:
             )
 
     def aside(self) -> None:
-        """Set a session's processes aside, as a pause does, or restore them.
+        """Set the processes of a session aside, as the pause of a device does, or restore them.
 
-        These processes have called cuInit and have no other state.
+        These processes have called cuInit, and have no other GPU state.
         """
         names = self._sessions("detached", "queued")
         fresh = [n for n in names if self.naive.sessions[n].bound and not self._suspended(n)]
@@ -379,7 +379,10 @@ class World:
         return tuple(devices[-count:] if self.c.choice([True, False]) else devices[:count])
 
     def stale(self) -> None:
-        """Report the end of an effect too late, or for an unknown session."""
+        """Report the end of an effect that the pool does not wait for.
+
+        The epoch of the report is wrong, no effect is under way, or the session is unknown.
+        """
         name = self.c.choice([*self._sessions(), "nobody"])
         epoch = self.c.randint(0, 3)
         s = self.naive.sessions.get(name)
@@ -421,7 +424,10 @@ class World:
         self.send(ev.UsedElsewhere(now=self.now, users=users, groups=groups))
 
     def grow(self) -> None:
-        """Report an allocation that does not fit, usually for a session with a slice."""
+        """Let a session ask for growth, as for an allocation that does not fit in its slice.
+
+        In most cases, the session has a slice.
+        """
         self.count += 1
         attached = self._sessions("active", "idle")
         if not attached or self.c.choice([False] * 9 + [True]):
@@ -430,7 +436,8 @@ class World:
         s = self.naive.sessions.get(name)
         uuid = self.c.choice(sorted((s and s.lease) or self.naive.devices))
         more, rid = self.c.randint(0, 4), f"g{self.count}"
-        # The tick does all work that is due. So all changes after the tick come from the growth.
+        # At this tick, the pool does all work that is due. So the growth alone causes the changes
+        # after the tick.
         self.send(ev.Tick(now=self.now))
         before = dict(s.lease) if s else {}
         planned = self._promised()
@@ -461,7 +468,7 @@ class World:
             self.send(ev.KeepAsked(now=self.now, session=name, until=until, rid="x"))
 
     def recall(self) -> None:
-        """Let an admin recall a slice at a later time, even if the slice is in use at that time."""
+        """Let an admin recall a slice: it leaves at the given time, even if it is in use."""
         self.count += 1
         name = self.c.choice([*(self._sessions("active", "idle") or self._sessions()), "nobody"])
         at = self.now + self.c.choice([0.0, 5.0, 60.0, 600.0])
@@ -539,7 +546,7 @@ class World:
             self.send(ev.DeviceAppeared(now=self.now, device=self.naive.devices[uuid]))
 
     def pause(self) -> None:
-        """Let an admin pause devices: idle sessions that can be suspended leave them at once."""
+        """Let an admin pause devices. The pool suspends their idle sessions at once, if it can."""
         for uuid in self.c.choice([sorted(self.naive.devices), sorted(self.naive.devices)[:1]]):
             self.send(ev.DevicePaused(now=self.now, device=uuid, reason="paused by the admin"))
 
@@ -575,7 +582,8 @@ class World:
             if r.state == "ended":
                 del self.naive.sessions[r.id]
                 continue
-            # First finish or undo each effect that was under way, as a restarted broker does.
+            # A restarted broker first completes or undoes each attach and suspend that was under
+            # way. Give the session the state that it has after this.
             state = {"queued": "detached", "attaching": "detached", "detaching": "idle"}.get(
                 r.state, r.state
             )

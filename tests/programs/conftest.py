@@ -15,7 +15,7 @@ from tests.broker.conftest import (  # noqa: F401
 
 from . import runkit
 
-#: One device, which has no room for two programs of a test.
+#: One device. It has room for one program of a test, and not for two at the same time.
 MACHINE = "1x512MiB,context=32MiB"
 
 

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool run`` as a user starts it: real processes, real terminals.
+"""Starts ``jupyter gpupool run`` as a user does, with real processes and real terminals.
 
-The commands are forked from a process that has imported their modules, because the imports take
-most of their CPU time (``tests/broker/forks.py``). Commands on a terminal, and commands that a
-shell starts, are executed instead.
+Most commands are forks of a process that has already imported the modules, because the imports
+would take most of a command's CPU time (``tests/broker/forks.py``). A command on a terminal, or a
+command that a shell starts, is a new Python process.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from contextlib import ExitStack, suppress
 
 from tests.broker import forks, kit
 
-#: The command line, called in the same way as by the installed script.
+#: The words that start ``jupyter gpupool``. They run the same code as the installed script.
 CLI = [sys.executable, "-m", "jupyter_gpupool.cli"]
 
-#: A program that calls CUDA and does not know the pool. Lines of JSON control it.
+#: The words that start a program that calls CUDA and does not know the pool. Each line of JSON on
+#: its input is an order to the program.
 GPU = [sys.executable, "-m", "tests.broker.guarded_child"]
 
 
 def environment(broker, **more):
-    """Return an environment in which the commands find this broker, but no files of the user."""
+    """Return environment variables with which a command uses this broker and no user's files."""
     return {
         **kit.environment(broker.folder),
         "GPUPOOL_SOCKET": str(broker.socket),
@@ -88,7 +89,7 @@ class Program:
         return self.errors.read_text()
 
     def line(self, seconds=90):
-        """Return the next line that the program prints; "" at the end."""
+        """Return the next line that the program prints, or "" if it has ended."""
         ready = select.select([self.process.stdout], [], [], seconds)[0]
         assert ready, f"the program is silent: {self.stderr}"
         return self.process.stdout.readline().decode()
@@ -141,11 +142,14 @@ def state_of(broker, label):
 
 
 class Terminal:
-    """A terminal for one test, and the program in it, which leads the terminal's session."""
+    """A terminal for one test, and a program on it.
+
+    The program is the leader of the terminal's session.
+    """
 
     def __init__(self, broker, command, **env):
-        # This code does not use ``forkpty``, which would fork the test's own process and copy the
-        # locks of its threads.
+        # ``forkpty`` would fork the process of the tests, and copy the locks of its threads. So
+        # this code opens the terminal itself.
         self.fd, inner = pty.openpty()
         self.resize(80, 24)
         self.seen = b""

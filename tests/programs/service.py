@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A small inference service: ``service.py SOCKET MIB KEY``, one line of JSON for each request.
+"""A small inference service: ``service.py SOCKET MIB KEY``.
 
-The service has a model of MIB on the GPU. A request names the time for which the GPU computes.
-The answer is a word that only this service's model has.
+The service keeps a model of MIB mebibytes in GPU memory. Each request and each answer is a line of
+JSON. A request says for how long the GPU computes. The answer is a word of the model. The words
+depend on KEY, so a service with another KEY gives other answers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def main():
     address = int(call(driver.cuMemAlloc(model.nbytes)))
     call(driver.cuMemcpyHtoD(address, model.ctypes.data, model.nbytes))
     with socket.socket(socket.AF_UNIX) as listener:
-        # A client connects as soon as the file has its name. So the service renames the file last.
+        # A client connects as soon as ``path`` exists. So the service gives the socket this name
+        # only when it already listens.
         listener.bind(f"{path}.new")
         listener.listen()
         Path(f"{path}.new").rename(path)

@@ -150,9 +150,9 @@ def test_program_whose_slice_is_refused_at_once_does_not_start(make_broker):
 
 
 def test_refusal_is_reported_after_the_last_record(monkeypatch):
-    """After the report, ``run --detach`` removes the record.
+    """``run --detach`` removes the record when it gets the report of the record keeper.
 
-    So the record keeper must not write the record after its report.
+    So the record keeper must write the record for the last time before it sends the report.
     """
     reading, writing = os.pipe()
     told = []
@@ -247,9 +247,9 @@ def test_records_from_before_a_restart_count_as_ended():
 
 
 def test_program_that_ends_after_the_read_counts_as_ended():
-    """After this code has read the record, the supervisor writes the program's end and exits.
+    """The test reads a record. Then the supervisor writes the end of the program, and exits.
 
-    The record must not say that the supervisor was killed.
+    ``now`` must return this end. It must not say that the supervisor was killed.
     """
     record("late", state="running", ended=0.0, code=None)
     before = runfiles.read("late")

@@ -17,8 +17,8 @@ from tests.emulated import library_dir
 
 from .runkit import Program, environment, run, session_of, state_of
 
-#: The first lines of all scripts. ``cuda`` calls the driver. ``tell`` prints, and waits for a line
-#: from the test.
+#: Each script begins with this code. The function ``cuda`` calls the driver. The function ``tell``
+#: prints its words, and waits until the test sends a line.
 BEGIN = """
 import ctypes, os, subprocess, sys
 import jupyter_gpupool

@@ -17,8 +17,8 @@ from tests.broker.kit import BIG, MiB, wait_until
 
 from .runkit import CLI, Program, environment, run, session_of, state_of
 
-#: A program that prints the name of each signal until it gets SIGTERM. Each signal writes a byte to
-#: a pipe. The program reads the pipe, so it handles each signal at once.
+#: A program that prints the name of each signal that it gets. It ends at SIGTERM. For each signal,
+#: Python writes a byte to a pipe. The program waits for this byte, so its handler runs at once.
 LISTENER = """
 import os, signal, sys
 told, tell = os.pipe()
@@ -71,9 +71,9 @@ def test_closed_streams_stay_closed(program):
 
 
 def test_service_manager_starts_the_command_itself(program):
-    """systemd passes sockets only to the process that it started.
+    """systemd puts the pid of ``run`` into LISTEN_PID. A program accepts only its own pid there.
 
-    The command becomes this process, so the command gets the sockets.
+    The command is a child of ``run``. So ``run`` puts the pid of this child into LISTEN_PID.
     """
     line = " ".join([*CLI, "run", "--", "sh", "-c", "'echo $LISTEN_PID $$'"])
     one = program(command=["sh", "-c", f"export LISTEN_PID=$$; exec {line}"])
@@ -112,9 +112,9 @@ def test_command_does_not_run_after_a_refusal(broker, tmp_path):
 
 
 def test_zero_is_refused_and_does_not_mean_the_default(broker):
-    """In an earlier version, ``run`` used its default instead of each of these values.
+    """In an earlier version, ``run`` did not refuse these values: it used its defaults instead.
 
-    For --compute 0, the default was the whole time of a GPU.
+    So a program with --compute 0 got the whole time of a GPU.
     """
     for words, code, text in (
         (["--compute", "0"], 2, b"'0' is not a percentage from 1 to 100"),
@@ -316,9 +316,9 @@ def test_broker_is_started_by_the_first_command(folder):
 
 
 def test_commands_continue_while_the_broker_is_away(folder, make_broker):
-    """One command uses its slice, one holds its slice, and one waits for a slice.
+    """``lazy`` computes in its slice, ``holder`` only holds its slice, and ``third`` waits for one.
 
-    The broker dies. The next broker takes over all three commands.
+    Then the broker dies. The next broker takes over all three commands.
     """
 
     broker = make_broker(emulate="2x512MiB,context=32MiB", quiet_after=0.3).started

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Several services that need a fifth of a GPU each share one GPU with a notebook."""
+"""Four services and a notebook share one GPU. Each of the five needs a fifth of its memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .runkit import CLI
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "examples" / "services" / "gpupool-service@.service"
 
-#: Each service and the notebook get a fifth of the GPU.
+#: The machine, and the MiB of a fifth of its GPU. Each service and the notebook get a fifth.
 MACHINE, FIFTH = "1x1000MiB,context=16MiB", 196
 
 MODEL, REQUESTS = 120, 20
@@ -133,7 +133,7 @@ async def share(found):
 
 
 def test_unit_calls_the_command_correctly():
-    """The command line in the unit has valid options, and then the service's own command."""
+    """The unit starts ``jupyter gpupool run`` with valid options and the command of the service."""
     text = UNIT.read_text()
     line = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)[1]
     found = re.search(r'^# +GPU="(.*)"\n# +COMMAND="(.*)"$', text, re.MULTILINE)

@@ -15,9 +15,9 @@ from tests.broker.kit import wait_until
 
 from .runkit import CLI, session_of, state_of
 
-#: A program that counts the signals it gets, and prints the counts on request. Each signal also
-#: writes to a pipe, which ends the program's wait. Without the pipe, a signal just before the wait
-#: would be handled only after the wait.
+#: A program that counts the signals that it gets. It prints the counts for each line that it reads.
+#: For each signal, Python also writes to a pipe, and this write ends the program's wait for a line.
+#: Without the pipe, the handler of a signal just before the wait would run only after the wait.
 COUNTER = """
 import os, select, signal, sys
 told, tell = os.pipe()
@@ -43,8 +43,8 @@ while True:
 sys.exit(3)
 """
 
-#: A shell with as much job control as the tests need. It runs the command in its arguments, and
-#: prints how the command stops or ends.
+#: A small shell with the job control that the tests need. Its arguments are a command. The shell
+#: runs this command, and prints when the command stops or ends.
 SHELL = """
 import os, signal, sys
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -104,8 +104,9 @@ def test_ctrl_z_stops_and_fg_wakes_both_run_and_command(broker, terminal):
     screen.read_until(b"<ended 3>")
 
 
-#: A program that starts a command, stops it twice, and then gives two orders to wake it. The first
-#: order belongs to the first stop. After each order, the program prints whether the command woke.
+#: A program that stops a command, continues it, and stops it again. Then it calls ``wake`` twice:
+#: before it has seen the second stop by ``look``, and after this. The first call belongs to the
+#: first stop. After each call, the program prints whether the command runs again.
 LATE = """
 import os, signal
 from pathlib import Path
@@ -138,7 +139,9 @@ command.send(signal.SIGKILL)
 
 
 def test_second_stop_is_not_ended_by_a_wake_for_the_first():
-    """``run`` may handle the SIGCONT of ``fg`` only after the next Ctrl-Z."""
+    """``fg`` sends SIGCONT to ``run``. Perhaps ``run`` handles it so late that the next Ctrl-Z has
+    already stopped the command. Then ``run`` must not continue the command.
+    """
     done = subprocess.run(
         [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, cwd=kit.ROOT
     )
@@ -170,9 +173,10 @@ def test_command_sees_the_size_of_the_window(terminal):
 
 
 def test_hang_up_reaches_the_command(broker, terminal):
-    """Linux sends SIGHUP only to the leader of the terminal's session. The leader is ``run`` here.
+    """Linux sends SIGHUP only to the leader of the terminal's session, which is ``run`` here.
 
-    The terminal may close while the command still writes its line.
+    So ``run`` must send SIGHUP to the command. The terminal may close before the command has
+    written its line, so the command ignores an error of this write.
     """
     told = broker.folder / "told"
     code = f"""
@@ -193,7 +197,7 @@ os._exit(6)
 
 
 def test_pipeline_keeps_the_terminal(terminal):
-    """If ``run`` is a part of a pipeline, the other parts can still read the terminal."""
+    """The other commands of a pipeline can read the terminal while ``run`` is a part of it."""
     line = " ".join([*CLI, "run", "--", "echo", "data"])
     reader = f"{sys.executable} -c 'print(open(0).read(), open(\"/dev/tty\").readline())'"
     screen = terminal(["/bin/sh", "-c", f"{line} | {reader}"])

@@ -31,7 +31,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedBroker]:
 
 @pytest.fixture
 def install_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Install kernelspecs that use our provisioner, only for this test."""
+    """Return a function that installs a kernelspec with our provisioner, for one test only."""
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
 
     def install(
@@ -59,7 +59,10 @@ def install_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
 @pytest.fixture
 def in_background() -> Iterator[Callable[..., None]]:
-    """Run a function in a thread; an exception in it fails the test."""
+    """Return a function that runs another function in a thread.
+
+    If that function raises an exception, the test fails.
+    """
     with ThreadPoolExecutor() as threads:
         futures: list[Any] = []
 

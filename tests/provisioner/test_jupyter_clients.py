@@ -40,7 +40,7 @@ def outputs(book: Any) -> list[Any]:
 
 
 def queue_then_grant(broker: ScriptedBroker, waits: int) -> None:
-    """Show each waiting hold a queue position, then grant the hold."""
+    """For each of ``waits`` holds, send two queue positions and then grant the hold."""
     for number in range(waits):
         hold = broker.wait_for("hold", count=number + 1)["hold"]
         broker.push("queue", position=2, length=2, waited=0.0, left=[20.0, 30.0], reason="")
@@ -63,8 +63,9 @@ def test_saved_notebook_has_no_trace_of_the_wait(
 
 
 def test_nbclient_counts_the_wait_in_its_timeout(broker: ScriptedBroker) -> None:
-    """This time-out is as nbclient documents it. After it, nbclient ends the kernel, and the
-    kernel's session must end.
+    """nbclient counts the wait for a slice in its time-out, as its documentation says.
+
+    When the time-out is over, nbclient ends the kernel. Then the kernel's session must end, too.
     """
     broker.hold_back()
     book = notebook("print('hi')")
@@ -131,7 +132,8 @@ def test_console_runs_cells_in_its_own_pooled_kernel(broker: ScriptedBroker) -> 
         console.expect(pexpect.EOF)
     finally:
         console.close(force=True)
-    # The console ends without a message. A real broker would notice the end of the process.
+    # The console ends its kernel, but the broker gets no message. A real broker would see that the
+    # kernel's process has ended.
     pid = broker.wait_for("launched")["pid"]
     deadline = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -167,7 +169,7 @@ def test_console_can_join_a_running_kernel(broker: ScriptedBroker) -> None:
 
 
 class TestConformance(jupyter_kernel_test.KernelTests):
-    """The conformance suite for kernels, which is a third-party package."""
+    """Runs the conformance suite of the package jupyter_kernel_test on the Pooled GPU kernel."""
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -208,7 +210,7 @@ class TestConformance(jupyter_kernel_test.KernelTests):
         },
     ]
     code_history_pattern = "1?2*"
-    # The suite does not test "range", because also a plain ipykernel 7.4 answers it with session 0.
+    # "range" is left out: a plain ipykernel 7.4 answers with session 0, so it fails this test, too.
     supported_history_operations = ("tail", "search")
     code_inspect_sample = "zip"
     code_clear_output = "from IPython.display import clear_output; clear_output()"

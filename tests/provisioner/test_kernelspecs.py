@@ -103,7 +103,8 @@ def test_a_remote_twin_starts_through_the_remote_provisioner(prefix: str) -> Non
     found = factory.create_provisioner_instance("k", manager.kernel_spec, parent=manager)
     assert type(found) is GPUPoolRemoteProvisioner
     assert manager.kernel_spec.display_name.endswith(" (Pooled GPU of the cluster)")
-    # Another machine of the cluster that starts the kernel reads the same kernelspec.
+    # The machine of the cluster that hosts the kernel reads the same kernelspec, and finds the
+    # kernel's own command in it.
     assert command_of(kernelspec({"kernel": folder.name}, "m1"), KernelFiles("k"), "m1")[:3] == [
         *(sys.executable, "-m", "ipykernel_launcher")
     ]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The ``argv`` of pooled kernelspecs, started by a client that does not know provisioners."""
+"""A client that does not know provisioners starts the ``argv`` of a pooled kernelspec."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def test_kernel_does_not_inherit_ignored_signals(
     kernel = start("gpupool-sleeper")
     assert broker.wait_for("launched")["pid"] == kernel.pid
     assert broker.wait_for("open")["attach"] == "lazy"
-    # The process executes the kernel a little later, and then has the new environment.
+    # The launcher's process executes the kernel a little later. Only then /proc shows the new
+    # environment.
     while "GPUPOOL_PAGE" not in environ(kernel.pid):
         assert kernel.process.poll() is None, kernel.stderr
         time.sleep(0.01)
@@ -176,7 +177,7 @@ def test_nested_launcher_opens_no_second_session(
         assert broker.wait_for("hello")["session"] == "s1"
         assert broker.wait_for("launched")["pid"] == manager.provisioner.pid
         assert opened(broker) == 1
-        # A kernel that this kernel starts must open its own session, so the variable must be unset.
+        # If GPUPOOL_OPENED was still set, a kernel that this kernel starts would open no session.
         assert "GPUPOOL_OPENED" not in environ(manager.provisioner.pid)
     finally:
         manager.shutdown_kernel(now=True)
@@ -219,7 +220,8 @@ def test_refused_kernel_runs_without_a_gpu_and_says_why(
     assert line in kernel.stderr
     assert f"This kernel runs without a GPU: {why}" in kernel.run("%gpu")
     assert broker.seen("hello") == []
-    # If this kernel starts a new session, the session gets the original environment.
+    # If this kernel starts a broker or a server, these get the original environment, in which
+    # CUDA_VISIBLE_DEVICES is not set.
     assert "GPUPOOL_NO_SESSION" not in kernel.run("%env")
     assert "CUDA_VISIBLE_DEVICES" not in without_guard(environ(kernel.pid))
 

@@ -1,7 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A Jupyter server inside a pooled session: its kernels have their own sessions,
-with a real broker.
+"""A script in a pooled notebook starts another pooled kernel, which has its own session.
+
+The broker in this test is a real one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jupyter_gpupool.demo import private_broker
 from jupyter_gpupool.guard import build as guard_build
 from tests.emulated import build as emulator_build
 
-#: Code in a pooled notebook of a user. It starts another pooled kernel, which uses CUDA.
+#: A script that the outer notebook runs. It starts another pooled kernel, which uses CUDA.
 INNER = """
 import json, sys
 from jupyter_client import KernelManager
@@ -105,8 +106,8 @@ def test_kernel_inside_a_session_has_its_own_page_and_slice(
             assert outer["page"]
             assert inner["GPUPOOL_PAGE"]
             assert inner["GPUPOOL_PAGE"] != outer["page"]
-            # The kernel loads only its own guard, and only once. It does not load the guard of the
-            # outer session.
+            # The inner kernel's variables name one guard, and only once. The entries that belong to
+            # the outer session are gone.
             (preloaded,) = inner["LD_PRELOAD"].split(":")
             folder = Path(preloaded).parent
             assert (folder.name, Path(preloaded).name) == ("gpupool-guard", "libcuda.so.1")

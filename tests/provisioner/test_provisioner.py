@@ -226,7 +226,7 @@ def test_refused_session_prevents_the_start_of_the_kernel(broker: ScriptedBroker
     ) as no:
         manager.start_kernel()
     assert not manager.has_kernel
-    # Of all errors, Jupyter Server's kernels API shows only those of this type.
+    # Jupyter Server's kernels API shows the text of an error only if the error has this type.
     assert (no.value.status_code, no.value.log_message) == (
         400,
         "You asked for 99 GiB and may have 16 GiB. Ask for less.",
@@ -275,8 +275,8 @@ def test_a_kernel_of_another_environment_gets_the_agent(
         manager.shutdown_kernel(now=True)
 
 
-#: Environment variables that a broker with the guard gives a session's processes. No test here
-#: loads the library in these variables.
+#: Environment variables that a broker with the guard gives to a session's processes. The tests in
+#: this folder only compare them: no test loads the library that they name.
 SESSION_GUARD = {
     "LD_PRELOAD": "/run/pool/gpupool-guard/libcuda.so.1",
     "LD_LIBRARY_PATH": "/run/pool/gpupool-guard:/emulator",

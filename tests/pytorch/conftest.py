@@ -23,7 +23,8 @@ from tests.emulated import build, environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pytorch" / "training.ipynb"
 
-#: Seconds for a program. The import of PyTorch takes six of them on two busy cores.
+#: A program of a test may take this many seconds. The import of PyTorch alone takes 6 s on two busy
+#: cores.
 TIMEOUT = 200
 
 _MISSING = "PyTorch for emulated devices is not installed: make torch sets it up"
@@ -41,7 +42,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs a program on two emulated devices, and returns its output."""
+    """Return a function that runs a program on two emulated devices.
+
+    The function returns the ended process with its output.
+    """
     build.compile()
 
     def run(code, machine="2x1GiB,context=32MiB", stdin="", **variables):

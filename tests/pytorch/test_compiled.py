@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-#: Triton reads the source of a kernel from the kernel's file.
+#: The test runs this code from a file, because Triton reads the source of a kernel from its file.
 KERNELS = """
 import torch, triton
 import triton.language as tl

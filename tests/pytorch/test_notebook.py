@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The example notebook with PyTorch, alone and on a pool that takes its GPU away."""
+"""Runs the PyTorch example notebook alone, and then again with suspends and moves.
+
+Both runs must print the same.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def test_training_continues_exactly_after_suspends_and_moves(pool):
         return session
 
     async def move(kernel):
-        """Suspend the kernel, and let it come back only on the other GPU."""
+        """Suspend the kernel and drain its GPU, so that the kernel resumes on the other GPU."""
         here = kernel.session()["device"]
         await release(pool, kernel)
         if devices:

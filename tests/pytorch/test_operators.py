@@ -89,7 +89,7 @@ def test_operators_and_training_compute_the_same_as_the_host(run):
     assert (done.stdout, done.stderr) == ("alike\n", "")
 
 
-#: Uses features of PyTorch that exist only for devices.
+#: A program that uses features of PyTorch that exist only on GPUs, not on the CPU.
 DEVICE = r"""
 import os, torch
 from torch import nn
@@ -188,7 +188,7 @@ print("done")
 
 def test_devices_streams_graphs_and_errors_behave_like_cuda(run):
     done = run(DEVICE)
-    # PyTorch 2.14 and later print their own warning when an allocation fails.
+    # The test ignores a warning that PyTorch 2.14 and later print when an allocation fails.
     told = [line for line in done.stderr.splitlines() if not line.startswith("[W")]
     assert (done.stdout, told) == ("done\n", [])
 

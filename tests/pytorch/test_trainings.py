@@ -15,7 +15,8 @@ from tests.e2e.scenes import play
 
 from .trainings import OTHER, SETUPS, cells
 
-#: Only one notebook fits on a GPU, so each round moves the bytes of another notebook.
+#: A GPU has room for only one notebook. So the pool must often suspend one notebook and resume
+#: another.
 MACHINE = "2x512MiB,context=32MiB"
 MEMORY = 400 << 20
 
@@ -40,7 +41,7 @@ def numbers(run, names):
 
 
 def share(pool, names, memory):
-    """Run the trainings at the same time; return each output, and the number of all resumes."""
+    """Run the trainings at the same time; return their outputs and the total number of resumes."""
     printed, resumes = {}, []
 
     async def one(name):
@@ -75,9 +76,9 @@ def test_eight_trainings_share_two_gpus_of_4_gib(run, pool):
     assert resumes >= len(SETUPS)
 
 
-#: The quirks of the emulated driver (``emucuda/README.md``), with two exceptions. The quirk
-#: ``residue`` leaves memory in use, which the tests' pool would report as a leak. The quirks of
-#: locks would prevent every suspend.
+#: Name of a test -> a quirk of the emulated driver (``emucuda/README.md``). Two kinds of quirks are
+#: left out. ``residue`` leaves memory in use, and the fixture ``pool`` would report it as a leak.
+#: The quirks of locks would prevent every suspend.
 QUIRKS = {
     "a list that lacks memory": "nvml-less bytes=8MiB",
     "a list that is late": "nvml-late ms=300",

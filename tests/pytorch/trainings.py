@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Trainings of common shapes, as cells: a notebook runs the cells on a device, and a program runs
-them on the host.
+"""Small trainings of common kinds, as the code of cells.
 
-Each cell prints the exact bits of its losses. Random numbers come from the host's generator,
-because a device's own generator gives different numbers. ``DEVICE`` is defined before the first
-cell.
+A notebook runs the cells on a device. For comparison, a program runs the same cells, in most cases
+on the host. Each cell prints the exact bits of its losses. Random numbers come from the generator
+of the host, because the generator of a device gives other numbers. The first cell defines
+``DEVICE``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def train(steps):
     say(losses)
 """
 
-#: Code that sets up each training, by name; each defines ``train(steps)``.
+#: Training -> the code that sets it up. This code defines a function ``train(steps)``.
 SETUPS = {
     "tabular": """
 x = torch.randn(256, 12)
@@ -193,9 +193,9 @@ def step():
     + _LOOP,
 }
 
-#: Trainings whose numbers differ between device and host. On a device, the order of sums is
-#: different for LSTM (fused cells) and for Triton (sums in trees), and autocast uses other types.
-#: The tests compare these trainings with an undisturbed run on a device.
+#: Trainings that give other numbers on a device than on the host. Two of them sum in another order
+#: on a device: LSTM (fused cells) and Triton (sums in trees). In the third, autocast uses other
+#: types. So the tests compare these trainings with an undisturbed run on a device.
 OTHER = ("lstm", "transformer", "compiled")
 
 #: Number of trainings in each notebook. The pool may suspend a kernel between two trainings.

@@ -3,11 +3,11 @@
 """``python -m tests.pytorch.upstream FOLDER``: PyTorch's own tests without and with the guard.
 
 ``FOLDER`` is the folder ``test`` in the source of the installed PyTorch, for example in Debian's
-source package ``pytorch``. The tests need ``expecttest`` and ``hypothesis``. Each test runs in its
-own process with a time limit: once on the emulated devices alone, and once in a slice of each of
-them, under ``jupyter gpupool run`` with a real broker. ``--results`` keeps the outcomes; a run with
-``--only`` replaces the outcomes of the tests that it repeats. The program prints the table and
-every difference.
+source package ``pytorch``. The tests need ``expecttest`` and ``hypothesis``. Each test runs twice,
+in its own process and with a time limit: on the emulated devices without the pool, and under
+``jupyter gpupool run`` with a real broker, in a slice of each device. ``--results`` keeps the
+outcomes in a file. A later run with ``--only`` replaces the outcomes of the tests that it repeats.
+The program prints the table and every difference.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .upstream_server import LATE
 
 MACHINE = "2x8GiB,context=64MiB"
 
-#: PyTorch skips some tests on devices with less than 6 GB, and others on devices with at least 12
-#: GB.
+#: PyTorch skips some tests on devices with less than 6 GB, and other tests on devices with 12 GB or
+#: more. On a device of this size, it skips neither.
 SLICE = "7GiB"
 
 #: Seconds for a test on a busy machine.
@@ -42,8 +42,8 @@ SECONDS = 120
 ALL = ""
 TOPICS = "stream|event|pin|alloc|mem|oom|record|ipc"
 
-#: Row of the table -> a file, its classes, a pattern for the names of tests, and whether segments
-#: are expandable.
+#: Row of the table -> a test file, the classes in it, a pattern for the names of tests, and whether
+#: PyTorch's allocator uses expandable segments.
 ROWS: dict[str, tuple[str, tuple[str, ...], str, bool]] = {
     "caching allocator": (
         "test_cuda",
@@ -96,7 +96,8 @@ ROWS: dict[str, tuple[str, tuple[str, ...], str, bool]] = {
     ),
 }
 
-#: Reason in the table -> pattern. A test that fails with a text of this pattern is not applicable.
+#: Reason in the table -> pattern. If a test fails with a text that matches the pattern, its outcome
+#: is "not applicable".
 MISSING = {
     "an operator without a CPU kernel": "is not computed on an emulated device",
     "a library of NVIDIA's": "is of a library that is not emulated|fatal error: cublas_v2.h",
@@ -104,7 +105,7 @@ MISSING = {
     "a network": "urlopen error",
 }
 
-#: Test -> what it needs and cannot have here. The failures of these tests do not say this.
+#: Test -> what it needs and this machine lacks. The error messages of these tests do not name it.
 KNOWN = {"test_cublas_workspace_explicit_allocation": "a library of NVIDIA's"}
 
 MODES = ("alone", "guarded")
@@ -199,7 +200,7 @@ def run(
 
 
 def missing(test: str, outcome: dict[str, str]) -> str | None:
-    """Return the thing that a failed test needs and that is missing here, or None."""
+    """Return what a failed test needs and this machine lacks, or None if the test lacks nothing."""
     if test.partition(".")[2] in KNOWN:
         return KNOWN[test.partition(".")[2]]
     text = outcome["why"] + outcome.get("output", "")
@@ -232,7 +233,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def differences(results: dict[str, Any]) -> list[str]:
-    """Return the tests whose outcome behind the guard differs."""
+    """Return the tests whose outcome with the guard is not the same as without the guard."""
     return [
         f"{row}: {test}: {', '.join(f'{mode} {judged(test, outcomes[mode])}' for mode in MODES)}"
         for row, tests in results.items()

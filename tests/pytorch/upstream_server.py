@@ -29,10 +29,10 @@ from typing import Any, BinaryIO, Callable
 #: PyTorch's test tools without a call of CUDA.
 NVML_ONLY = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
-#: If a test has not ended in time, its reason begins with these words.
+#: The reason in the answer begins with these words if a test has not ended in time.
 LATE = "not within"
 
-#: An answer has at most this many characters of a test's output or traceback, from its end.
+#: An answer has only the end of a test's output and traceback: at most this many characters each.
 KEPT = 20_000
 
 
@@ -73,7 +73,7 @@ def _performed(order: dict[str, Any]) -> dict[str, str]:
 
 
 def _in_child(work: Callable[[dict[str, Any]], Any], order: dict[str, Any], pipe: int) -> None:
-    """Do the work in this forked process, and end the process."""
+    """Do the work, write its result to ``pipe``, and end this forked process."""
     try:
         os.setsid()
         os.environ.pop(NVML_ONLY, None)
@@ -109,7 +109,7 @@ def _ended(pid: int, seconds: float) -> int | None:
 
 
 def _answer(work: Callable[[dict[str, Any]], Any], order: dict[str, Any]) -> Any:
-    """Do the work in a fork; return its result, or the reason why there is none."""
+    """Do the work in a forked child; return its result, or why the child gave no result."""
     seconds = order.get("seconds", 200)
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as found:
         pid = os.fork()

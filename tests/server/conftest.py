@@ -29,7 +29,7 @@ def broker(folder, request):
 
 @pytest.fixture(scope="module")
 def start(folder, broker):
-    """Return a function that starts servers, which run as the broker's user."""
+    """Return a function that starts a server as the user of the broker."""
     servers = []
     numbers = itertools.count()
 
@@ -52,7 +52,7 @@ def server(start):
 
 @pytest.fixture
 def kernel(server):
-    """Return a function that starts kernels, which end with the test."""
+    """Return a function that starts a kernel. At the end of the test, the kernel ends."""
     made = []
 
     def make(name="gpupool-python3"):

@@ -66,10 +66,11 @@ class Server:
             *(f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={self.folder}"),
             *("--ServerApp.allow_unauthenticated_access=False", "--ServerApp.ip=127.0.0.1"),
             *([] if os.geteuid() or user is not None else ["--allow-root"]),
-            # The server chooses a TCP port before the kernel binds it. If another process takes the
-            # port meanwhile, the server gets no answer, and resets its clients after a minute.
+            # Use Unix sockets. The server would choose a TCP port before the kernel binds the port.
+            # If another process bound it first, the server would get no answer from the kernel, and
+            # would reset its clients after a minute.
             "--KernelManager.transport=ipc",
-            # jupyter_lsp asks Node, npm and R for language servers at each start.
+            # Without this option, jupyter_lsp would start Node, npm and R to find language servers.
             "--LanguageServerManager.autodetect=False",
             *options,
         ]
@@ -103,7 +104,7 @@ class Server:
         )
 
     def api(self, path, method="GET", status=200, **body):
-        """Call a route of the extension; fail if its answer has another ``status``."""
+        """Call a route of the extension; fail if the status of its answer is not ``status``."""
         answer = self.request(method, f"/gpupool/api{path}", json=body or None)
         assert answer.status_code == status, (answer.status_code, answer.text, self.tail())
         return answer.json()
@@ -117,7 +118,7 @@ class Server:
         assert self.request("DELETE", f"/api/kernels/{kernel}").status_code == 204
 
     def metrics(self):
-        """Return the samples of /metrics that are ours, as a dict: text of the sample -> value."""
+        """Return our samples of /metrics, as a dict: name and labels of the sample -> value."""
         text = self.request("GET", "/metrics").text
         lines = [x for x in text.splitlines() if x.startswith("jupyter_gpupool_")]
         return {x.rsplit(" ", 1)[0]: float(x.rsplit(" ", 1)[1]) for x in lines}

@@ -33,8 +33,8 @@ ROUTES = [
     ("GET", "/nothing", None),
 ]
 
-#: Two authorizers of a server. With the first, users may only read our data. With the second, they
-#: have no access to our data.
+#: The configuration of a server with one of two authorizers. With ReadOnly, users may only read our
+#: data. With Nothing, they have no access to our data.
 READ_ONLY = """
 from jupyter_server.auth import Authorizer
 
@@ -139,10 +139,10 @@ def test_users_do_not_see_kernels_of_each_other(two_users):
         *("id", "owner", "state", "granted_bytes", "device", "devices", "slices"),
         *("queue_position", "priority", "mine", "here", "asks", "waits_for", "queued_at"),
     }
-    # This test runs as root, so the broker shows it the real owners.
+    # The test itself runs as root, so the broker shows the real owners to the test.
     owners = {s["kernel_id"]: s["owner"] for s in broker.status()["sessions"]}
     assert owners == {hers: f"uid-{ALICE}", his: f"uid-{BOB}"}
-    # Bob can neither see nor change Alice's kernel, even if he knows the kernel's ids.
+    # Bob cannot see or change Alice's kernel, even if he knows the id of the kernel or its session.
     for name in (hers, anonymous["id"]):
         for method, path, body in ROUTES[2:7]:
             path = path.replace("KERNEL", name)
@@ -206,7 +206,7 @@ def test_server_reconnects_to_a_broker_that_was_stopped(start, broker):
         assert str(broker.socket) in error["message"]
         assert error["next_step"]
     assert server.metrics()["jupyter_gpupool_broker_up"] == 0
-    # The broker was stopped, not killed. So requests that only read do not start it again.
+    # The broker was stopped, not killed. So none of these requests has started it again.
     assert not broker.socket.exists() or not answers(broker)
     assert broker.started
     events.kind("broker", available=True)

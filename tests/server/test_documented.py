@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The page about the extension lists all its routes, metrics, events and options."""
+"""``docs/server.md`` lists all routes, metrics, events and options of the server extension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jupyter_gpupool.server.extension import SCHEMA_ID, SCHEMAS, GPUPoolExtensio
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
 
-#: The page writes KERNEL in place of ``{kernel_id}``.
+#: A parameter in the path of a route. For ``{kernel_id}``, the page has KERNEL.
 PARAMETER = re.compile(r"{(\w+?)(?:_id)?}")
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Two notebooks that compete for a device, as the websocket, the event bus and
-/metrics show them.
+"""Two notebooks compete for a device. The tests check what the websocket, the event bus and
+/metrics show of this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def events(server):
 
 @pytest.fixture
 def full(broker):
-    """A kernel that this server does not know uses the device."""
+    """A kernel that uses the device. It is not a kernel of this server."""
     other = Kernel(broker, "other")
     other.attach()
     yield other
@@ -61,7 +61,7 @@ def test_waiting_and_idle_notebooks_cause_events(server, kernel, full, events):
     )["data"]
     assert lease["granted_bytes"] == BIG
     assert cells[one].end(running)["status"] == "ok"
-    # The waiting kernel gets the slice of an idle kernel, whose state goes to host memory.
+    # ``one`` is idle now. The pool moves its state to host memory and gives its slice to ``two``.
     assert cells[two].end(second)["status"] == "ok"
     gone = events.until(
         lambda m: (
@@ -92,7 +92,7 @@ def test_waiting_and_idle_notebooks_cause_events(server, kernel, full, events):
         ]
         assert sum(counts) >= 1, (name, found)
 
-    # The server's own event bus has the same events. They have schemas, and no names of users.
+    # The server's own event bus has the same events. Each event has a schema, and names no user.
     seen = []
     while {"lease", "queue"} - {m["schema_id"].removeprefix(PREFIX).split("/")[0] for m in seen}:
         message = json.loads(bus.socket.recv())
@@ -146,7 +146,7 @@ def test_server_without_subscribers_sends_the_broker_nothing(server, broker, ker
     def connections():
         with broker.client() as client:
             counters = client.call("status")["broker"]["counters"]
-        # The figures exclude this test itself: one connection and one message for each call.
+        # Each call of this function makes one connection and sends one message. Subtract these.
         looks.append(1)
         return counters["messages"] - len(looks), counters["connections"] - len(looks)
 

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The history of the last minutes, and the total hours: no invented values, bounded memory."""
+"""The history of the last minutes, and the total hours of use.
+
+The server invents no values, and uses a bounded amount of memory.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ def test_points_have_the_values_of_the_snapshots():
 def test_history_has_at_most_one_point_a_second():
     found = shown(*(view(100 + n / 10, kernel(busy_seconds=n / 40)) for n in range(50)))
     assert found["kernels"]["k"]["time"] == [100.0, 101.0, 102.0, 103.0, 104.0]
-    # ``busy`` is a share of the time since the last point, not since the last snapshot.
+    # ``busy`` is the busy share of the time since the previous point of the history. Several
+    # snapshots may lie between two points.
     assert found["kernels"]["k"]["busy"] == [None, 0.25, 0.25, 0.25, 0.25]
 
 
@@ -146,7 +150,10 @@ def test_points_are_ordered_and_shares_are_from_0_to_1(steps):
 
 
 def counted(*steps, since=50.0):
-    """Return the usage after the steps. A step is a view, or a view with new journal rows."""
+    """Return the seconds of slices and of kernels, as counted after the steps.
+
+    A step is a view, or a view and the new rows of the journal.
+    """
     found = KernelUsage(since)
     for step in steps:
         found.take(*(step if isinstance(step, tuple) else (step, ())))
@@ -176,7 +183,7 @@ def test_usage_of_an_older_session_starts_at_the_first_snapshot():
 def test_usage_of_an_ended_kernel_stops_at_its_end():
     one = kernel(attached_seconds_total=4.0)
     assert counted(view(100.0, one), view(200.0)) == (4.0, 10.0)
-    # The kernel had its slice until its end, and the journal has the time of its end.
+    # The journal has the time at which the kernel ended. The kernel had its slice until this time.
     assert counted(view(100.0, one), (view(200.0), [row(103.0, "close")])) == (7.0, 13.0)
     rows = [row(101.0, "state", new="detached"), row(103.0, "close")]
     assert counted(view(100.0, one), (view(200.0), rows)) == (5.0, 13.0)
@@ -195,8 +202,8 @@ def test_newer_rows_are_counted_at_the_next_snapshot():
 def test_killed_broker_does_not_reduce_the_usage():
     found = KernelUsage(50.0)
     found.take(view(100.0, kernel(attached_seconds_total=8.0)), ())
-    # The journal does not have the lease from before the kill. The new broker has counted two
-    # seconds for this kernel.
+    # The broker was killed before it wrote this lease to the journal. So the new broker does not
+    # count the 8 s before the kill: it has counted only 2 s for this kernel.
     found.take(view(110.0, kernel(attached_seconds_total=2.0)), ())
     assert found.shown()["attached_seconds"] == 8.0
     found.take(view(113.0, kernel(attached_seconds_total=5.0)), ())
@@ -237,7 +244,10 @@ ROW = st.builds(
     ),
 )
 def test_usage_only_grows_and_slices_never_exceed_sessions(since, steps):
-    """The figures obey these rules even if the clock jumps or if a count decreases."""
+    """Both figures never decrease, and the seconds of slices never exceed those of kernels.
+
+    This is true even if the clock jumps, or if a count of the broker decreases.
+    """
     found = KernelUsage(since)
     before = (0.0, 0.0)
     for now, sessions, rows in steps:

@@ -22,7 +22,7 @@ def value(name, **labels):
 
 
 def families():
-    """Return each metric that Prometheus knows: name -> names of its samples."""
+    """Return our metrics in Prometheus's registry, as a dict: name -> names of its samples."""
     found = {}
     for family in REGISTRY.collect():
         if family.name.startswith("jupyter_gpupool_"):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a JupyterLab page knows before its first request: whether the machine has a GPU."""
+"""The data in a JupyterLab page say, before its first request, whether the machine has a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_page_without_a_driver_says_what_to_do(bare):
 def test_page_finds_an_emulated_gpu(bare):
     assert page.first({"emulate": "2x16GiB"}, {}, NOBODY) == EMULATED
     assert page.first({}, {"GPUPOOL_EMULATE": "1x1GiB"}, NOBODY) == EMULATED
-    # The option has priority over the variable, even if the option is empty, as in the broker.
+    # If the option is given, it has priority over the variable, even if the option is empty. The
+    # broker has the same rule.
     assert not page.first({"emulate": ""}, {"GPUPOOL_EMULATE": "1x1GiB"}, NOBODY)["found"]
 
 

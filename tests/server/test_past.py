@@ -40,7 +40,8 @@ def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
     def used():
         return (server.api("/history")["kernels"].get(one, {}).get("used") or [0])[-1] or 0
 
-    # The first point may come before the cell has all its memory.
+    # The server may take the first point before the cell has allocated all its memory. So wait for
+    # a later point.
     wait_until(lambda: used() >= 64 * MiB, "a point with the cell's memory")
     found = server.api("/history")
     ring = found["kernels"][one]
@@ -56,7 +57,7 @@ def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
     attached, opened = wait_until(lambda: (u := usage(server))[0] > 0 and u, "seconds with a slice")
     assert attached <= opened
 
-    # The history shows the release at once, long before the next regular sample.
+    # The next regular sample comes only after minutes, but the history shows the release at once.
     server.api(f"/sessions/{one}/release", "POST")
     wait_until(lambda: used() == 0, "the slice has gone")
     cells.run("stream.sync()")
@@ -81,8 +82,8 @@ def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
         last = server.api("/history")
         assert last["kernels"] == {}, "it has ended"
         (closed,) = [r["time"] for r in broker.rows("close")]
-        # The count ends when the kernel ends, as the journal says, or at the server's last sample
-        # before.
+        # The server counts the seconds of a kernel until the end that the journal names. If it has
+        # not read this row of the journal, it counts until its last sample of the kernel.
         assert again[1] <= last["usage"]["kernel_seconds"] <= closed - seen + 0.01
         assert usage(server) == usage(server), "and it stops counting"
     finally:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How a server shows kernels on other machines. The tests give the answers of the brokers there."""
+"""How a server shows kernels on other machines. The tests answer in place of their brokers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ AHEAD = 50.0
 
 
 class Kernel:
-    """A kernel on a machine with one GPU. ``sessions`` are the sessions of the machine's broker."""
+    """A kernel on another machine, which has one GPU.
+
+    It answers in place of the broker of this machine, which has the sessions ``sessions``.
+    """
 
     def __init__(self, node="gpu2"):
         self.node = node
@@ -79,7 +82,7 @@ class Scene:
         await asyncio.gather(*waits)
 
     async def ask(self):
-        """Let a second pass, ask all machines, and wait for the answers."""
+        """Let a second pass, ask all machines, and return the sessions that they report."""
         self.clock[0] += 1.0
         await self.asked()
         return self.remote.sessions(899.0 + self.clock[0])
@@ -235,7 +238,7 @@ def test_a_request_goes_to_the_machine_of_its_session(clock):
         assert await scene.remote.tell("keep", "s-other", {"seconds": 60}) == {"note": "done"}
         assert far.told == [("keep", "s-other", {"seconds": 60})]
         assert scene.kernels["k"].told == []
-        # The server asks this machine again at once: the request may have changed the session.
+        # The request may have changed the session. So the server at once asks its machine again.
         await scene.asked()
         assert (len(far.asked), len(scene.kernels["k"].asked)) == (2, 1)
 

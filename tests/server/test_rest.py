@@ -17,7 +17,8 @@ LEAST = 34 * MiB
 def test_installation_enables_the_extension(server):
     log = server.log.read_text()
     assert "jupyter_gpupool.server | extension was successfully loaded" in log
-    # Jupyter Server logs routes that do not check for a user. Our routes must not be in the log.
+    # If a route does not check the user, Jupyter Server writes its path to the log. All our routes
+    # check the user.
     assert "/gpupool" not in log
 
 

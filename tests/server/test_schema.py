@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The OpenAPI document describes the server. schemathesis sends all requests that it allows."""
+"""The OpenAPI document describes the server: schemathesis makes requests from it, and checks the
+answers.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from .kit import TOKEN
 def all_checks():
     """Return the checks for each answer.
 
-    A refusal (409) or an unknown kernel (404) is a correct answer to a correct request. The
-    import is in this function because it takes 0.9 s, and each worker imports this module.
+    No check demands that a correct request succeeds: it may be refused (409), or name an unknown
+    kernel (404). The imports are in this function because they take 0.9 s, and each test worker
+    imports this module.
     """
     from schemathesis import checks
     from schemathesis.specs.openapi import checks as openapi_checks
@@ -97,7 +100,7 @@ def test_server_does_what_the_document_says(server, kernel_id, path, method, rea
         document = {**document, "components": components}
     operation = schemathesis.openapi.from_dict(document)[path][method.upper()]
     seen = ask(server, operation.as_strategy(GenerationMode.POSITIVE))
-    # A patch may get 400, because the generated priority class does not exist.
+    # A generated patch can name a priority class that does not exist. Then the answer is 400.
     right = {200, 400, 409} if method == "patch" else {200, 409}
     missing = {409} if "{device}" in path else {404}
     assert seen <= (right if real or "{" not in path else missing)

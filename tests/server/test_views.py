@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the server shows, and which changes it sends: pure functions of snapshots."""
+"""Pure functions compute from snapshots what the server shows, and which changes it sends."""
 
 from __future__ import annotations
 
@@ -216,7 +216,8 @@ def test_free_host_memory_is_published_after_a_large_change():
 
     def told(before, now):
         old, new = (snapshot(host={"used_bytes": 0, "available_bytes": n}) for n in (before, now))
-        # The server compares a new value with the last value sent, not with the last value seen.
+        # The server compares the new value with the value that it sent last. The value in the
+        # previous snapshot makes no difference.
         changed = views.delta({**old, "host": new["host"]}, new, before)
         assert changed == views.delta(old, new)
         return changed is not None and changed["host"]["available_bytes"] == now
@@ -259,7 +260,7 @@ def test_view_has_admin_orders_without_private_fields():
 
 
 def test_delta_has_orders_and_the_configuration_notice():
-    """If the delta lacked them, an open page would still show the old orders and the old notice."""
+    """Without these fields in the delta, an open page would keep the old orders and notice."""
     old = snapshot()
     new = {**snapshot(maintenance=[ORDER]), "configuration_notice": "another one"}
     assert views.delta(old, new) == {

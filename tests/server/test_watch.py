@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which messages the watch sends to which client, over a link whose answers the test decides."""
+"""Which messages the watch sends to each client.
+
+The watch has a link to a broker. The tests decide what the link answers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ GIB = 1 << 30
 
 
 class Link:
-    """A broker with one idle session on a device. The session loses its slice at the time 160."""
+    """The link to a broker with one idle session. The session loses its slice at the time 160."""
 
     def __init__(self):
         self.now, self.available, self.more = 100.0, 50 * GIB, {}
@@ -78,7 +81,10 @@ def link():
 
 @pytest.fixture
 def run(link):
-    """Run a scenario with a watch; return the events that went to the server's bus."""
+    """Return a function that runs a scenario with a watch.
+
+    The function returns the data of the "idle" events that the watch has sent to the server's bus.
+    """
 
     def go(scenario, slow_resume=0.0):
         emitted = []

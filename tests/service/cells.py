@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A program that acts as a notebook's client. Each line of its input is a cell's code, as JSON.
+"""A program that starts a Pooled GPU kernel and runs cells in it, as a notebook does.
 
-It runs the cell, and prints one line: whether the cell succeeded, and what the cell printed. It
-needs no network.
+Each line of its input is the code of a cell, as JSON. For each cell, the program prints one line:
+whether the cell succeeded, and what the cell printed. The program needs no network.
 """
 
 import json

@@ -8,7 +8,7 @@ import pytest
 
 from .kit import Systemd
 
-#: One GPU. It has room for one of two kernels if one of them asks for 300 MiB.
+#: One GPU. If one of two kernels asks for 300 MiB, the GPU has room for only one of them at a time.
 CONFIG = """
 c.GPUPool.emulate = "1x512MiB,context=32MiB"
 c.GPUPool.default_memory = "250MiB"

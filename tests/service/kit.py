@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """A machine with a running systemd, and JupyterHub on it.
 
-The machine is a Podman container over this machine's own files. Its changes are in memory, and
-are lost when it ends. It uses the network and the processors of this machine.
+The machine is a Podman container that sees the files of the host. What the container writes stays
+in memory, and is lost when the container ends. The container uses the network and the processors
+of the host.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def refusal():
 
 
 class Systemd:
-    """The container as a machine. Call :meth:`start` first."""
+    """A container that acts as a machine with systemd. Call :meth:`start` first."""
 
     def __init__(self):
         self.name = new_name()
         self.folder = SHM / self.name
         self.root = self.folder / "root"
-        #: A folder of this machine that has the same path in the container.
+        #: A folder of the host. The container sees it under the same path.
         self.shared = kit.short_folder()
         self._cells = []
 
@@ -96,7 +97,7 @@ class Systemd:
         )  # fmt: skip
 
     def command(self, *words, user="root"):
-        """Return the command that runs another command in the container."""
+        """Return a command for the host that runs ``words`` as ``user`` in the container."""
         become = (
             [] if user == "root" else ["runuser", "-u", user, "--", "env", f"HOME=/home/{user}"]
         )
@@ -162,9 +163,10 @@ def _forget(folder):
 
 
 class UserCells:
-    """A Pooled GPU kernel. The user's program ``process`` runs its cells, see ``cells.py``.
+    """Runs cells in a Pooled GPU kernel of a user.
 
-    ``tail`` returns the log that explains the program's end.
+    ``process`` runs the program ``cells.py`` as this user. If the program ends too early, ``tail``
+    returns the log for the error message.
     """
 
     def __init__(self, process, tail):

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A program for a user of the machine. It gives the broker orders, as another machine would do.
+"""A program that sends orders to the broker, in place of a user's server on another machine.
 
-Each line of its input is an order, or a cell for the kernel that it has started. For each of
-these lines, it prints one line of JSON.
+A user of this machine runs the program. Each line of its input is an order, or a cell for the
+kernel that the program has started. For each line, the program prints one line of JSON.
 """
 
 import json

@@ -112,7 +112,8 @@ def test_hosted_kernels_have_no_limits_and_outlive_the_broker(solo, ada):
     ada(code=FILL % 7)
     assert [s["owner"] for s in solo.sessions()] == ["ada"]
 
-    # The kernel is in the unit's cgroup. A restart or a kill ends only the broker.
+    # The kernel is in the cgroup of the broker's unit. Still, the kernel survives a restart of the
+    # unit, and a kill of the broker.
     first = solo.show("MainPID")
     solo.run("systemctl", "restart", "gpupool.service")
     assert ada(do="poll") == {"running": True, "code": None}
@@ -120,8 +121,8 @@ def test_hosted_kernels_have_no_limits_and_outlive_the_broker(solo, ada):
     assert second != first
     solo.run("kill", "-KILL", second)
     ada(code=CHECK % 7)
-    # The broker was killed. Systemd keeps the socket open, and this order waits in its queue until
-    # the next broker runs.
+    # After the kill, no broker runs for a moment, but systemd keeps the socket open. This order
+    # waits in the queue of the socket until the next broker runs.
     assert ada(do="poll") == {"running": True, "code": None}
     assert solo.show("MainPID") not in ("0", second)
 

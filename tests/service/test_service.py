@@ -37,7 +37,7 @@ def test_sessions_survive_restarts_kills_and_an_upgrade(machine):
     assert machine.show("ActiveState") == "active"
     assert machine.show("StatusText") == "Serving at /run/gpupool/broker.sock"
 
-    # Two accounts compete for one GPU, within the limits of the unit.
+    # Two accounts compete for one GPU. The broker runs with the restrictions of its unit.
     ada, bob = machine.cells("ada"), machine.cells("bob")
     ada.run("%gpu 300MiB")
     ada.run(FILL % 7)
@@ -68,12 +68,12 @@ def test_sessions_survive_restarts_kills_and_an_upgrade(machine):
     assert "Failed with result 'watchdog'" in machine.log()
     assert main_pid(machine) not in (0, fourth)
 
-    # Only the service is stopped, not its socket, so the next connection starts it again.
+    # This stops the service, but not its socket. So the next connection starts the service again.
     machine.run("systemctl", "stop", "gpupool.service")
     ada.run(CHECK % 7)
     assert machine.show("ActiveState") == "active"
 
-    # The same command makes an upgrade. It keeps the configuration and the drop-in file.
+    # A second ``install-service`` is an upgrade. It keeps the configuration and the drop-in file.
     fifth = main_pid(machine)
     shown = install(machine)
     assert "Run systemctl restart gpupool.service" in shown, shown

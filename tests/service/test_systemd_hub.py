@@ -48,7 +48,7 @@ def test_users_of_systemd_spawner_share_one_gpu_through_restarts(machine, hub):
     path = hub.spawn("ada")
     other = hub.spawn("bob", "second")
     mine, theirs = hub.kernel(path), hub.kernel(other)
-    # The server is a separate unit, runs as another account, and has its own /tmp.
+    # Ada's server is a separate unit. It runs as Ada's account, and has its own /tmp.
     assert machine.show("User", "jupyter-ada-singleuser.service") == "1001"
     assert machine.show("PrivateTmp", "jupyter-ada-singleuser.service") == "yes"
     mine.run("%gpu 300MiB")

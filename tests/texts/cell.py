@@ -40,7 +40,7 @@ REASON = "all 32 GiB in use by running cells"
 
 
 def link(path: str = SOCKET, **changes: Any) -> SessionLink:
-    """Return an agent's link to its session, with a running broker."""
+    """Return the link of an agent to its session, as it is while a broker runs."""
     found = SessionLink(path, "s1", "token")
     found._down_since = None
     found.request = {"memory": 8 * GiB, "limit": 8 * GiB, "devices": 1}
@@ -97,7 +97,7 @@ def waiting(sheet: Sheet) -> None:
 
 
 class Guard:
-    """Replaces the guard of a session, and returns these figures."""
+    """Acts as the guard of a session, and reports the figures that its constructor got."""
 
     on = True
 

@@ -36,10 +36,11 @@ _AREAS = {
     "server": "The server extension",
 }
 
-#: Values split a text into pieces. A piece identifies the text only if it is longer than this.
+#: The values in a text split it into pieces. A piece of this many characters, or of fewer, is too
+#: short to identify the text.
 _SHORT = 12
 
-#: The most characters that a value in a text may have.
+#: A value in a text has at most this many characters.
 _VALUE = 200
 
 
@@ -55,9 +56,9 @@ def everything() -> str:
 
 
 def scenes(sheet: Sheet) -> set[str]:
-    """Write what the functions that make texts return in plausible situations.
+    """Write the texts that the product's functions return in plausible situations.
 
-    Return the rules of the reasons among these texts.
+    Some of these texts are reasons of a wait. Return the rules of these reasons.
     """
     sheet.heading("A cell that waits")
     cell.waiting(sheet)
@@ -144,8 +145,9 @@ def _by_module(sheet: Sheet, sentences: list[Sentence]) -> None:
 
 
 def is_in(template: str, flat: str) -> bool:
-    """Return whether ``flat`` has a text made from the template; the case of
-    letters does not count.
+    """Return whether ``flat`` has a text that fits the template.
+
+    The function treats capital and small letters as the same.
     """
     flat, template = flat.casefold(), template.casefold()
     pieces = re.split(r"<[^<>]*>|%[-.0-9]*[a-z]", " ".join(template.split()).strip("."))

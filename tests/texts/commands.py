@@ -40,7 +40,7 @@ GiB, MiB = 1 << 30, 1 << 20
 
 
 def commands(sheet: Sheet) -> None:
-    """Write the texts about the commands, and the messages about a wrong command."""
+    """Write the help texts of the commands, and the messages about a wrong command line."""
     sheet.put(
         "jupyter gpupool --help begins and ends with",
         cli._description() + "\n" + cli.EXIT_CODES,
@@ -118,7 +118,7 @@ STATUS: dict[str, Any] = {
 
 
 def status(sheet: Sheet) -> None:
-    """Write the picture of the pool, and the texts that say what an admin's order waits for."""
+    """Write the output of ``status``, and the texts that say what ``pause`` waits for."""
     sheet.put("jupyter gpupool status", "\n".join(draw(STATUS, Style(width=90))))
     empty = {**STATUS, "devices": [], "sessions": [], "queue_length": 0}
     sheet.put("jupyter gpupool status, without a GPU", "\n".join(draw(empty, Style(width=90))))
@@ -139,7 +139,7 @@ def status(sheet: Sheet) -> None:
 
 
 def _defaults() -> BrokerSettings:
-    """Return a configuration that does not depend on this machine."""
+    """Return the default settings, with a fixed size of host memory in place of this machine's."""
     with tempfile.TemporaryDirectory() as folder, _only(folder):
         settings = load_settings()
     return replace(settings, pool=replace(settings.pool, host_memory=32 * GiB))
@@ -212,7 +212,7 @@ EVENING = 1795467600.0
 
 
 def check_config(sheet: Sheet) -> None:
-    """Write the meaning of a correct configuration, and the mistakes of a wrong one."""
+    """Write the reports of ``check-config`` on correct and wrong configuration files."""
     example = Path(__file__).parents[2] / "examples" / "day_and_night.py"
     gpus = checking.parse_devices("16x80GiB")
     in_force: dict[str, Any] = {
@@ -254,7 +254,7 @@ def _refused(read: Any, text: str) -> str:
 
 
 def doctor(sheet: Sheet) -> None:
-    """Write those checks of doctor whose outcome does not depend on this machine."""
+    """Write the output of those checks of ``doctor`` that do not depend on this machine."""
     settings = _defaults()
     order = {"kind": "pause", "device": "", "by": "root", "since": 0.0, "reason": "new driver"}
     mig = device(tier="mig", can_suspend=False, tier_reason="A MIG instance cannot be suspended.")
@@ -423,7 +423,7 @@ def configuration(sheet: Sheet) -> None:
 
 
 def sizes(sheet: Sheet) -> None:
-    """Write the messages about sizes and durations, for all places where users type them."""
+    """Write the messages about wrong sizes and durations. They are the same in all commands."""
     for text in ("12", "0GiB", "much", "9999999TiB"):
         sheet.put(f"The size {text!r}", _wrong(parse_bytes, text))
     for text in ("soon", "0s"):

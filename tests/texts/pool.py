@@ -39,7 +39,7 @@ def wait(pool: Lab, name: str, size: int, **fields: Any) -> None:
 
 
 def bound(pool: Lab, name: str, *devices: str) -> list[ev.Action]:
-    """Let a session wait. Its process has already initialised CUDA on these devices."""
+    """Let a session wait whose process has already initialised CUDA on ``devices``."""
     return pool.send(ev.HoldTaken, session=name, hold="h", kind="device", bound=devices)
 
 
@@ -261,7 +261,8 @@ def closed_by_day() -> tuple[Lab, str]:
     return pool, "w"
 
 
-#: Situation, the rule of ``Reason`` that it shows, and a function that creates the situation.
+#: In each row: a situation, the rule of the ``Reason`` in this situation, and a function that
+#: creates the situation.
 WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
     ("An idle kernel makes room", "planned", planned),
     ("All GPUs are full", "busy", all_busy),
@@ -311,7 +312,7 @@ def waits(sheet: Sheet) -> set[str]:
 
 
 def waits_of_others(sheet: Sheet) -> None:
-    """Write the reasons for which a kernel waits, as other users see them."""
+    """Write what other users see as the reason for which a kernel waits."""
     for rule in get_args(Rule):
         sheet.put(f"By the rule {rule}", f"Waits for {FOR_OTHERS[rule]}.")
 
@@ -373,7 +374,7 @@ def stays(sheet: Sheet) -> None:
 
 
 def refusals(sheet: Sheet) -> None:
-    """Write the refusals of requests that no wait could help."""
+    """Write the refusals of requests that can never succeed, even after a long wait."""
     ask = Request(memory=4 * GiB, limit=4 * GiB)
     two = [16 * GiB, 16 * GiB]
 
@@ -421,7 +422,7 @@ def refusals(sheet: Sheet) -> None:
 
 
 def answers(sheet: Sheet) -> None:
-    """Write the pool's answers to requests of a kernel with a session."""
+    """Write how the pool answers a kernel that has a session and sends a request."""
 
     def put(situation: str, actions: list[ev.Action]) -> None:
         found = all_of(actions, ev.Answer) or all_of(actions, ev.HoldRefused)

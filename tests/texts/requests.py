@@ -39,7 +39,7 @@ def rest(sheet: Sheet) -> None:
 
 
 def socket(sheet: Sheet) -> None:
-    """Write a broker's messages about a wrong line, and a client's about a wrong socket."""
+    """Write the messages of a broker about a wrong line, and of a client about a wrong socket."""
     lines = (
         b"hello\n",
         b'{"v": 99, "type": "status"}\n',

@@ -164,7 +164,7 @@ def why(sheet: Sheet) -> None:
 
 
 def warnings(sheet: Sheet) -> None:
-    """Write the texts for a kernel that cannot be suspended while others wait."""
+    """Write the warnings to a kernel that cannot be suspended, and the message about its end."""
     pool = lab(gpu(0, can_suspend=False), preempt=PREEMPT_ALL, unsuspendable="end")
     run(pool, "a", 16, priority="batch")
     pool.after(60)

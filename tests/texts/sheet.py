@@ -1,7 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The form of the file: headings, situations, and below each situation the text
-that a user reads.
+"""Writes the file of texts: headings, situations, and below each situation the text that a user
+reads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Sheet:
             self._lines += ["", *textwrap.wrap(about, 96)]
 
     def put(self, situation: str, text: str, code: str = "") -> None:
-        """Add the text of a situation; ``code`` is for programs."""
+        """Add a situation and its text; ``code`` is the error code or the rule of the text."""
         assert text, f"no text is shown: {situation}"
         mark = f"  [{code}]" if code else ""
         self._lines += ["", f"{situation}{mark}"]
         for line in text.splitlines():
-            # A line with two blanks between its words has columns. Do not wrap this line.
+            # Do not wrap a line that has columns. Such a line has two blanks between its words.
             whole = [line] if "  " in line.strip() or len(line) <= 96 else textwrap.wrap(line, 96)
             self._lines += [f"    {part}".rstrip() for part in whole]
 

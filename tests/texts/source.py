@@ -19,8 +19,8 @@ PACKAGE = ROOT / "jupyter_gpupool"
 EMULATOR = ROOT / "emucuda"
 LABEXTENSION = ROOT / "labextension"
 
-#: Modules whose sentences are left out here. Users and admins never read them, or another chapter
-#: has them.
+#: Modules that :func:`python_sentences` leaves out. Users and admins never read the sentences of
+#: these modules, or another chapter has them.
 INTERNAL = (
     "emucuda/kernels.py",
     "errors.py",
@@ -28,7 +28,7 @@ INTERNAL = (
     "pool/invariants.py",
 )
 
-#: Functions whose first argument is not a text for people.
+#: Functions whose arguments are not texts for people, but patterns or SQL.
 _NO_PROSE = ("compile", "match", "search", "sub", "fullmatch", "execute", "executescript")
 
 _SQL = re.compile(r"^\s*(SELECT|CREATE|INSERT|PRAGMA|UPDATE|DELETE|REPLACE)\b|^(\w+, )+\w+$")
@@ -85,13 +85,14 @@ def _python(source: str, place: str) -> list[Sentence]:
 
 
 def _not_shown(tree: ast.AST) -> Iterator[int]:
-    """Yield the literals that no user reads: docstrings, patterns, parts of an f-string."""
+    """Yield the ids of nodes that are no sentences: docstrings, patterns, parts of an f-string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, (ast.Constant, ast.JoinedStr)):
             yield from map(id, ast.walk(node))
         elif isinstance(node, ast.JoinedStr):
             for value in node.values:
-                # A sentence may be inside an expression: f"{'it is left out' if ... else ''}".
+                # Skip only the plain parts. An expression in the f-string may have a sentence of
+                # its own: f"{'it is left out' if ... else ''}".
                 if isinstance(value, ast.Constant):
                     yield id(value)
         elif isinstance(node, ast.Call) and _name(node.func) in _NO_PROSE:
@@ -102,9 +103,9 @@ def _not_shown(tree: ast.AST) -> Iterator[int]:
 
 
 def _coded(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the id of each message that has a code, and the code.
+    """Yield two values for each message that has an error code: the id of its node, and the code.
 
-    The message may be of an error, a refusal or a log line.
+    The message belongs to an error, a refusal or a log line.
     """
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -125,7 +126,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _codes(node: ast.expr) -> Iterator[str]:
-    """Yield the members of :class:`Code` that an argument can be."""
+    """Yield the error codes that can be the value of the argument ``node``."""
     if isinstance(node, ast.IfExp):
         yield from _codes(node.body)
         yield from _codes(node.orelse)
@@ -138,7 +139,7 @@ def _codes(node: ast.expr) -> Iterator[str]:
 
 @lru_cache
 def class_codes() -> dict[str, str]:
-    """Return the error code of each class of errors that has one."""
+    """Return a dict: the name of each error class that has an error code -> this code."""
     found = {}
     for tree in _trees():
         for node in ast.walk(tree):
@@ -161,7 +162,10 @@ def _name(function: ast.expr) -> str:
 
 
 def _template(node: ast.AST) -> str | None:
-    """Return the literal with ``<name>`` in place of each value; None if it is no text."""
+    """Return the text of a literal, or None if the literal is no text.
+
+    In the text of an f-string, ``<name>`` is in place of each value.
+    """
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     assert isinstance(node, ast.JoinedStr)
@@ -176,7 +180,7 @@ def _template(node: ast.AST) -> str | None:
 
 
 def _label(node: ast.expr) -> str:
-    """Return a word for the value of an expression: the last meaningful name in the expression."""
+    """Return a word for an expression's value: a key in it, or else its last meaningful name."""
     names = [
         n.id if isinstance(n, ast.Name) else n.attr
         for n in ast.walk(node)
@@ -204,7 +208,8 @@ _C_PIECE = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 def c_sentences() -> list[Sentence]:
     """Return what the guard and the emulated driver write to a program's standard error."""
     found = []
-    # Leave out the emulated driver's other sources: their texts are NVIDIA's texts of error codes.
+    # Of the emulated driver's sources, take only these. The texts in its other sources are NVIDIA's
+    # descriptions of error codes.
     emulator = [EMULATOR / "src" / name for name in ("faults.c", "machine.c", "spec.c")]
     for path in [*sorted((PACKAGE / "guard" / "src").glob("*.c")), *emulator]:
         source = path.read_text(encoding="utf-8")

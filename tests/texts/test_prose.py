@@ -24,7 +24,7 @@ PHRASES = re.compile(
     r"|as if it were|[Ww]hoever|[Hh]e (?:is|was|has|had))\b"
 )
 
-#: Names that several classes or types share, because they mean the same.
+#: Names that more than one class or type may have, because all of them mean the same.
 SHARED_CLASSES = {
     "Action": "what a pure machine decides: the pool, the ledger",
     "CompilerMissing": "of the two packages that compile C",
@@ -35,7 +35,7 @@ SHARED_CLASSES = {
     "View": "a snapshot as a server shows it",
 }
 
-#: Names that several modules or packages share, because they have the same subject.
+#: Names that more than one module or package may have, because all of them have the same subject.
 SHARED_MODULES = {
     "agent": "a kernel's agent, and the messages from it",
     "build": "compiles the C sources of its package",

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The file of all texts has exactly the texts of the product."""
+"""The file ``all.txt`` has all texts of the product, and no other texts."""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ static int asked(int which, int device)
     return value;
 }
 
-/* Like NVIDIA's runtime, this function asks the driver only once for each device. With a guard, the
- * driver may give another answer later. */
+/* Returns the total memory of a device. Asks the driver only once and keeps the answer, as NVIDIA's
+ * runtime does. Under a guard, the driver's answer may change later. */
 static size_t memory_of(int d)
 {
     static size_t known[64];
@@ -133,7 +133,7 @@ static cudaError properties(struct cudaDeviceProp *p, int d)
 
 EXPORT cudaError cudaGetDeviceProperties(struct cudaDeviceProp *p, int d);
 EXPORT cudaError cudaGetDeviceProperties_v2(struct cudaDeviceProp *p, int d);
-#if RUNTIME == 12 /* the name without suffix has the shorter structure of CUDA 11 */
+#if RUNTIME == 12 /* in 12, the name without _v2 is for CUDA 11's shorter structure */
 EXPORT cudaError cudaGetDeviceProperties_v2(struct cudaDeviceProp *p, int d) { return properties(p, d); }
 #else
 EXPORT cudaError cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) { return properties(p, d); }

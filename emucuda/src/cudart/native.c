@@ -61,7 +61,7 @@ static const char *name_of(const void *stub)
     return name;
 }
 
-/* Whether this is the kernel of PyTorch's torch.cuda._sleep(), which waits for a number of clock
+/* True for the kernel of PyTorch's torch.cuda._sleep(). The kernel waits for a number of clock
  * cycles. */
 static bool is_sleep(const char *name) { return strstr(name, "11spin_kernelEl") != NULL; }
 
@@ -75,7 +75,7 @@ static cudaError sleep_cycles(uint64_t cycles, CUstream stream)
     drv.cuDeviceGetAttribute(&khz, 13, device_now());
     uint64_t ns = khz > 0 ? cycles * 1000000 / (uint64_t)khz : cycles;
     void *params[] = {&ns};
-    /* The module is small and never unloaded, because a graph may hold the kernel. */
+    /* Do not unload the module, because a graph may still use the kernel. The module is small. */
     CUresult result = drv.cuModuleLoadData(&module, ptx);
     if (!result)
         result = drv.cuModuleGetFunction(&spin, module, "emucuda_spin_ns");
@@ -163,7 +163,8 @@ EXPORT cudaError __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *sha
 
 EXPORT cudaError __cudaGetKernel(const void **kernel, const void *stub)
 {
-    *kernel = stub; /* only the runtime reads such a handle, so it may have any value */
+    *kernel = stub; /* only this runtime reads the handle, so the handle can be the stub's
+                     * address */
     return name_of(stub) ? CUDA_SUCCESS : noted(cudaErrorInvalidDeviceFunction);
 }
 

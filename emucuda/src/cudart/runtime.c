@@ -16,11 +16,11 @@ static int start_result = -1;
 static CUcontext primary[DEVICES];
 static __thread int current;
 static __thread cudaError last;
-static cudaError unseen;      /* error of a kernel that cannot run here; global, because another
-                               * thread may copy the kernel's results */
+static cudaError unseen;      /* the error of a kernel that cannot run here; shared by all threads,
+                               * because any thread may copy the kernel's results */
 static __thread bool my_unseen; /* this thread has launched such a kernel */
 
-/* Only the emulated driver has a table of this name; see export.c. */
+/* The name of an export table that only the emulated driver has; see export.c. */
 static const char emulated[16] = "emucuda: devices";
 
 cudaError noted(cudaError error)

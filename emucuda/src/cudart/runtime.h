@@ -94,13 +94,14 @@ extern struct driver_calls drv;
 
 /* Stores the thread's last error for cudaGetLastError, and returns the error. */
 cudaError noted(cudaError error);
-cudaError not_run(cudaError error); /* like noted(), for a kernel that cannot run here: the next
-                                     * call that gives results returns the error again */
-cudaError unasked(void);            /* returns the error of not_run() once; success if the thread of
-                                     * the launch has already asked for its last error */
+cudaError not_run(cudaError error); /* stores the error of a kernel that cannot run here; the next
+                                     * call that gives results returns it again */
+cudaError unasked(void);            /* returns the error that not_run() stored, and clears it;
+                                     * returns success if the thread of the launch has already asked
+                                     * for its last error */
 cudaError started(void);        /* makes sure that the driver is initialised */
-cudaError ready(void);          /* also makes sure that a context is current: the thread's own
-                                 * context, or the context of its device */
+cudaError ready(void);          /* calls started(), and makes sure that the thread has a current
+                                 * context; the default is the context of its device */
 cudaError enter_device(int d);  /* makes the primary context of that device current */
 int device_now(void);           /* the device of the calling thread */
 CUcontext primary_of(int d);    /* NULL if enter_device() has not run */
@@ -119,9 +120,9 @@ void say(const char *name, const char *why); /* prints a message to standard err
         if (error_)                    \
             return noted(error_);      \
     } while (0)
-/* Like READY, but for a call that gives results to the program or waits for them. If the program
- * has ignored the error of a launch, this call returns the error again. Otherwise the program would
- * read old bytes as the results of a kernel that cannot run here. */
+/* Like READY, but for a call that gives results to the program, or waits for results. If a kernel
+ * could not run and the program ignored the error of the launch, this call returns the error again.
+ * Otherwise the program would read old bytes as the results of that kernel. */
 #define RESULTS                        \
     do {                               \
         cudaError error_ = unasked();  \

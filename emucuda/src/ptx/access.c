@@ -6,7 +6,7 @@
  */
 #include "ptx.h"
 
-/* Finds the memory that holds the address in the driver's tables. */
+/* Finds the mapping or the allocation that contains the address. Returns false if there is none. */
 static bool look_up(uint64_t address, struct range_of_memory *out)
 {
     bool found = false;

@@ -46,7 +46,8 @@ static uint64_t changed(const struct instruction *i, uint64_t old, uint64_t v, u
     return r;
 }
 
-/* The arguments of atom are: result, address, value, other value. red has no result. */
+/* The arguments of atom are: result, address, value, and for CAS a second value. The arguments of
+ * red are the same without the result. */
 static void atom(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     int at = i->flags & HAS_RESULT ? 1 : 0; /* index of the argument with the address */

@@ -11,9 +11,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* TURN: number of instructions before the next warp gets its turn. LANES_TURN: number of
- * instructions before other lanes of the warp get their turn. Turns are necessary, because a warp
- * or a lane may wait for a value that another warp or lane writes. */
+/* A warp runs TURN instructions before the next warp runs. If the lanes of a warp are at different
+ * instructions, lanes run LANES_TURN instructions before other lanes run. These turns are
+ * necessary, because a warp or a lane may wait for a value that another warp or lane writes. */
 enum { TURN = 1 << 20, LANES_TURN = 1 << 14 };
 
 void fail(struct warp *w, CUresult error, const char *format, ...)
@@ -96,7 +96,8 @@ static void block_free(struct block *b)
     memset(b, 0, sizeof *b);
 }
 
-/* Starts block `number`. The block uses the memory of the previous block again. */
+/* Starts block `number`. If `b` has run another block before, the new block uses that block's
+ * memory. */
 static bool block_start(struct block *b, struct run *run, uint64_t number)
 {
     const unsigned *grid = run->launch->grid, *block = run->launch->block;
@@ -133,10 +134,9 @@ static bool block_start(struct block *b, struct run *run, uint64_t number)
     return true;
 }
 
-/* Returns the lanes of `may` that run next. If `after` is 0, these are the lanes at the lowest
- * instruction. Otherwise `after` is an instruction whose lanes have had a long turn, and the lanes
- * at the lowest instruction above `after` run next. If no lane is above `after`, the lanes at the
- * lowest instruction run next. */
+/* Returns the lanes of `may` that run next: those at the lowest instruction. If `after` is not 0,
+ * the lanes at instruction `after` have just had a long turn. Then the lanes at the lowest
+ * instruction above `after` run next, if there are any. */
 static uint32_t next_lanes(const struct warp *w, uint32_t may, uint32_t after, uint32_t *pc, uint32_t *other)
 {
     uint32_t lowest = UINT32_MAX, lanes = 0;
@@ -156,8 +156,9 @@ static uint32_t next_lanes(const struct warp *w, uint32_t may, uint32_t after, u
     return lanes;
 }
 
-/* Whether these lanes may execute the instruction now. They must wait until all other lanes of the
- * instruction's mask have reached it. */
+/* Returns true if the lanes may execute the instruction now. The instruction's mask names the lanes
+ * that must execute it together. The lanes wait while a lane of the mask has not arrived and
+ * another lane can still run. Adds to `*lanes` the lanes that already wait at the instruction. */
 static bool all_met(struct warp *w, const struct instruction *i, uint32_t *lanes, uint32_t pc)
 {
     FOR_LANES(l, w->held)

@@ -13,7 +13,7 @@ enum { MAX_DEPTH = 32, MAX_BRANCHES = 512 };
 struct symbol {
     const char *name;
     size_t length;
-    int64_t many; /* 10 for "%r<10>", which declares ten registers; -1: the name is one register or
+    int64_t many; /* number of registers: 10 for "%r<10>"; -1: the name stands for one register or
                    * variable */
     bool is_register;
     int32_t slot;     /* slot of the first register */
@@ -47,12 +47,12 @@ struct builder {
     CUresult error;
     jmp_buf out;
     struct symbol *symbol;
-    size_t symbols, symbols_room, first_symbol; /* first_symbol: the first symbol of the present
-                                                 * function */
+    size_t symbols, symbols_room, first_symbol; /* first_symbol: index of the first symbol of the
+                                                 * present function */
     int *parent; /* the parent of each scope; -1: the scope of a function */
     int scopes, scopes_room, scope;
     struct places labels, branches;
-    struct place *list; /* .branchtargets; the text of the list follows the label */
+    struct place *list; /* the .branchtargets lists; the text of a list follows its label */
     size_t lists;
     const struct function *stack[MAX_DEPTH];
     int depth;

@@ -55,8 +55,9 @@ static bool combined(const struct instruction *i, bool first, bool second)
     }
 }
 
-/* The results are p|q, the operands are a, b and a predicate. For a packed type, p and q are the
- * results for its two values. */
+/* setp p|q, a, b [, c]. The result p is the comparison of a and b, combined with the predicate c.
+ * The result q is the same with the opposite comparison. For a packed type, p and q are the results
+ * for its two values. */
 static void setp(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     uint64_t *p = ARG(w, i, 0, 0), *q = i->count[0] > 1 ? ARG(w, i, 0, 1) : NULL;

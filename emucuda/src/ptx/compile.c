@@ -202,8 +202,8 @@ static int actuals(struct builder *b, const char *list, char **out, int room)
     return count;
 }
 
-/* Adds a symbol for a formal parameter of the called function. Its name stands for the caller's
- * variable itself, or for a copy of the register. */
+/* Adds a symbol for a formal parameter of the called function. A parameter in memory is the
+ * caller's variable itself. A parameter in a register is a copy of the caller's register. */
 static void bind(struct builder *b, const struct formal *f, uint64_t address, int32_t slot)
 {
     struct symbol *s = add_symbol(b, f->name, f->length);
@@ -306,7 +306,8 @@ static void instruction(struct builder *b, const char *start, size_t length)
         if (isspace((unsigned char)*p))
             *p = ' ';
     b->statement = text;
-    /* Add the space that may be missing after "call" and similar names. */
+    /* If a bracket directly follows the name, as in "call(", a space must go between them. So copy
+     * one byte more than the text. */
     char *p = keep(b, text, length + 1);
     struct instruction i = {.predicate = NO_SLOT, .meets = NO_SLOT};
     if (*p == '@') {
@@ -367,7 +368,8 @@ static void directive(struct builder *b, char *p, size_t length, const char *end
     refuse(b, CUDA_ERROR_NOT_SUPPORTED, "the emulation does not interpret \".%.200s\".", text);
 }
 
-/* Reads a label and returns the text after it. "name: .branchtargets a, b;" is a list of labels. */
+/* Reads a label, or a list of labels such as "name: .branchtargets a, b;". Returns the text after
+ * it. */
 static char *label(struct builder *b, char *p, size_t length, const char *end)
 {
     char *after = skip_space(strchr(p + length, ':') + 1);
@@ -445,7 +447,7 @@ static void entry(struct builder *b, const struct function *f)
     decode(b, &s, &last);
     emit(b, &last);
     resolve_branches(b);
-    /* The launch's own variables come after these bytes, so align the sizes. */
+    /* Round both sizes up, so that memory after these bytes is aligned. */
     b->code->shared = (uint32_t)aligned(b->code->shared, 16);
     b->code->local = (uint32_t)aligned(b->code->local, 16);
 }

@@ -11,9 +11,9 @@ void jump(struct warp *w, const struct instruction *i, uint32_t mask)
         w->pc[l] = i->target;
 }
 
-/* Lets the threads at a barrier continue if enough threads have arrived. The barrier may name the
- * number of threads that are enough. Otherwise all threads of the block that have not ended must
- * arrive. */
+/* Lets the threads at a barrier continue if enough of them have arrived. A barrier instruction may
+ * name the necessary number of threads. If it names no number, all threads of the block that have
+ * not ended must arrive. */
 static void barrier_check(struct block *b, unsigned id)
 {
     uint32_t wanted = b->barrier[id].wanted ? b->barrier[id].wanted : b->living;
@@ -93,7 +93,7 @@ static void equals(struct warp *w, const struct instruction *i, uint32_t mask)
         d[l] = (uint32_t)a[l] == c[l];
 }
 
-/* brx.idx is decoded to one comparison and one branch for each label. */
+/* Decodes brx.idx to one comparison and one branch for each label. */
 static bool decode_brx(struct builder *b, const struct statement *s, struct instruction *i)
 {
     const char *label[256];
@@ -142,7 +142,7 @@ static bool decode_trap(struct builder *b, const struct statement *s, struct ins
 static bool decode_nothing(struct builder *b, const struct statement *s, struct instruction *i)
 {
     (void)b, (void)s;
-    /* Blocks and lanes run one after the other, so these instructions have nothing to do. */
+    /* These instructions need no work, because blocks and lanes run one after the other. */
     i->run = NULL;
     return true;
 }

@@ -9,7 +9,8 @@
 
 static bool is_float(struct type t) { return t.kind >= KIND_FLOAT && t.kind != KIND_PREDICATE; }
 
-/* The integer to which a floating value is rounded, within the range of the type. */
+/* Rounds a floating value to an integer of type `t`. A value outside the type's range becomes the
+ * smallest or the largest integer of the type. */
 static uint64_t to_integer(struct type t, double v, enum rounding rounding)
 {
     double most = ldexp(1, t.bits - (t.kind == KIND_SIGNED)), least = t.kind == KIND_SIGNED ? -most : 0;
@@ -43,7 +44,8 @@ static uint64_t from_integer(const struct instruction *i, uint64_t bits, enum ro
         double v = (double)whole + (up ? (double)unit : 0);
         return of_f64(negative ? -v : v);
     }
-    /* The last digit records whether digits were lost, because a rounding follows. */
+    /* Round to odd: if this step loses digits, set the last digit that stays to 1. Then the
+     * rounding in narrow() gives the correct result. */
     if (size >= big) {
         unsigned extra = 11u - (unsigned)__builtin_clzll(size);
         uint64_t rest = size & ((1ull << extra) - 1);
@@ -87,7 +89,7 @@ static uint64_t converted(const struct instruction *i, uint64_t bits)
     return i->from.kind == KIND_SIGNED ? (uint64_t)sign_extend(bits, i->from.bits) : bits & low_bits(i->from.bits);
 }
 
-/* Extends an integer to the whole register: with its sign if its type is signed, else with
+/* Extends an integer to 64 bits: an integer of a signed type with its sign, other integers with
  * zeros. */
 static uint64_t extended(struct type t, uint64_t v)
 {
@@ -112,8 +114,8 @@ static void cvt_wide(struct warp *w, const struct instruction *i, uint32_t mask)
         d[l] = (uint32_t)a[l];
 }
 
-/* Converts two values. They come from two registers, of which the first is the upper value, or from
- * the two halves of one register. */
+/* Converts two values and packs the results. The values come from two registers, the upper value
+ * first, or from the two halves of one register. */
 static void cvt_pair(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     uint64_t *d = ARG(w, i, 0, 0);

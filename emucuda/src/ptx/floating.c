@@ -107,8 +107,8 @@ enum rounding rounding_of(const struct statement *s)
 
 static double flushed(double v) { return fabs(v) < 0x1p-126 ? copysign(0, v) : v; }
 
-/* a + b. The last digit records whether digits were lost, because a rounding to a narrower type
- * follows. */
+/* Returns a + b, rounded to odd: if the sum loses digits, its last digit is 1. Then a later
+ * rounding to a narrower type gives the correct result. */
 static double sum_to_odd(double a, double b)
 {
     double sum = a + b, part = sum - a, lost = (a - (sum - part)) + (b - part);

@@ -8,8 +8,8 @@
  */
 #include "ptx.h"
 
-/* x, y and z are the operands as unsigned numbers. sx, sy and sz are the operands with the sign
- * that the type gives them. */
+/* In `result`, x, y and z are the operands as unsigned numbers; sx and sy are x and y as signed
+ * numbers. */
 #define OPERATION(name, result)                                                                       \
     static void name(struct warp *w, const struct instruction *i, uint32_t mask)                      \
     {                                                                                                 \
@@ -122,7 +122,7 @@ static uint64_t extracted(uint64_t x, bool is_signed, unsigned bits, unsigned at
 }
 OPERATION(bfe, extracted(x, is_signed, bits, (unsigned)b[l] & 255, (unsigned)z & 255))
 
-/* bfi: inserts the field a into b at bit c. The field is d bits long. */
+/* bfi: the result is b with the lowest n bits of a in place of n bits of b, from bit c on. */
 static void bfi(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     const uint64_t *a = ARG(w, i, 1, 0), *b = ARG(w, i, 2, 0), *c = ARG(w, i, 3, 0), *n = ARG(w, i, 4, 0);

@@ -27,7 +27,8 @@ static double value(struct type t, uint64_t bits)
     }
 }
 
-/* Computes a sum of products as f64 and rounds it once. For integers, f64 is exact. */
+/* Computes each element of the result in f64, and rounds it once at the end. For integers, f64 is
+ * exact. */
 static void mma(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     double a[ROWS][MAX_DEPTH], b[MAX_DEPTH][COLUMNS];
@@ -103,8 +104,8 @@ static bool decode_mma(struct builder *b, const struct statement *s, struct inst
            i->count[0] == shape.m * 8 / 32 / (d.bits == 16 ? 2 : 1) && i->count[3] == i->count[0];
 }
 
-/* Lane 8 n + r has the address of row r of matrix n. Lane l gets the two values in row l / 4 that
- * begin at column 2 (l % 4). */
+/* ldmatrix, stmatrix. Lane 8 n + r has the address of row r of matrix n. For each matrix, lane l
+ * has two values: those in row l / 4 at the columns 2 (l % 4) and 2 (l % 4) + 1. */
 static void ldmatrix(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     uint16_t m[8][8];

@@ -112,7 +112,8 @@ static bool decode_memory(struct builder *b, const struct statement *s, struct i
     return i->count[loads ? 0 : 1] == vector;
 }
 
-/* cp.async.ca.shared.global [to], [from], bytes [, bytes to read]. The copy is done at once. */
+/* cp.async.ca.shared.global [to], [from], bytes [, bytes to read]. The emulation does not wait with
+ * the copy: it copies at once. */
 static void copy(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     unsigned size = i->how;

@@ -16,8 +16,8 @@ struct symbol *add_symbol(struct builder *b, const char *name, size_t length)
     return &b->symbol[b->symbols++];
 }
 
-/* Whether this symbol declares the name. For example, "%r<10>" declares "%r7", and the index of
- * "%r7" is 7. */
+/* Returns true if the symbol declares the name, and sets `*index`. For example, "%r<10>" declares
+ * "%r7", and the index of "%r7" is 7. */
 static bool is_named(const struct symbol *s, const char *name, size_t length, int64_t *index)
 {
     *index = 0;
@@ -72,7 +72,8 @@ static int32_t special_slot(struct builder *b, const char *name)
     return NO_SLOT;
 }
 
-/* Finds the address of a variable in its space. False: there is no such variable. */
+/* Sets `*out` to the address of a variable in its address space. Returns false if no variable has
+ * this name. */
 bool variable_address(struct builder *b, const char *name, size_t length, uint64_t *out)
 {
     int64_t index;
@@ -222,7 +223,8 @@ struct declared {
 /* Reads "[.align 8] .b8 ..." up to the first name, and returns the text from that name on. */
 static char *declared_type(struct builder *b, char *p, struct declared *out)
 {
-    bool pointer = false; /* true: the next words describe the memory that the pointer points to */
+    bool pointer = false; /* true after .ptr: the words then describe the memory behind the
+                           * pointer */
     uint64_t vector = 1;
     *out = (struct declared){0};
     for (p = skip_space(p); *p == '.'; p = skip_space(p)) {
@@ -306,7 +308,8 @@ void declare(struct builder *b, const char *space, char *p)
     }
 }
 
-/* Reads "(.param .b32 a, .reg .u32 b)", and returns the number of parameters. */
+/* Reads a list such as "(.param .b32 a, .reg .u32 b)" into `out`, and returns the number of its
+ * parameters. */
 int formals(struct builder *b, const char *list, struct formal *out, int room)
 {
     if (!list)

@@ -56,8 +56,8 @@ struct statement {
     char *text; /* the text of the statement, for messages */
 };
 bool has(const struct statement *s, const char *part);
-/* The type in a part of the name. `which` 1 is the last part that is a type, 2 is the type before
- * it, and so on. */
+/* Returns a type that is a part of the instruction's name. `which` counts types from the end of the
+ * name: 1 is the last type, 2 is the type before it. */
 struct type type_at(const struct statement *s, int which);
 bool statement_parse(char *text, struct statement *out); /* this changes the text */
 
@@ -77,13 +77,14 @@ struct instruction {
     execute *run;
     int32_t predicate; /* a slot, or NO_SLOT */
     bool negated;
-    bool branches; /* the instruction may change where lanes continue: control.c */
-    int32_t meets; /* slot with the mask of the lanes that execute it together, or NO_SLOT */
+    bool branches; /* the instruction may send lanes to another place in the code: control.c */
+    int32_t meets; /* slot that has the mask of the lanes that must execute the instruction
+                    * together; NO_SLOT: no mask */
     struct type type, from;
     uint16_t how, flags; /* each group of instructions has its own values */
     uint32_t target;
-    uint8_t first[MAX_ARGS], count[MAX_ARGS]; /* index of the first slot, and number of slots, of
-                                               * each argument */
+    uint8_t first[MAX_ARGS], count[MAX_ARGS]; /* [a]: for argument a, index of its first slot in
+                                               * `slot`, and number of its slots */
     int64_t offset[MAX_ARGS];                 /* offset of an argument that is an address */
     uint8_t space[MAX_ARGS];
     int32_t slot[MAX_OPERANDS];
@@ -100,8 +101,8 @@ struct code {
     struct instruction *at;
     uint32_t count, room;
     uint32_t slots; /* number of registers of a warp; slot 0 takes results that nobody reads */
-    uint64_t *constant; /* slot -1 - n is constant n; all lanes have the same value (LANES
-                         * copies) */
+    uint64_t *constant; /* slot -1 - n has constant n; each lane has a copy of its value, so a
+                         * constant has LANES copies */
     uint32_t constants, constants_room;
     int32_t special[64]; /* slot of each special register in use; 0: unused */
     uint32_t shared, local; /* bytes */
@@ -134,8 +135,8 @@ struct ptx {
     struct variable *variable;
     size_t variables;
     uint64_t global_size, shared_size;
-    uint64_t dynamic_shared; /* where the launch's dynamic shared memory begins, if a variable names
-                              * it */
+    uint64_t dynamic_shared; /* offset of a variable that stands for the launch's dynamic shared
+                              * memory */
     struct { uint64_t address, id; } storage[MAX_DEVICES];
 };
 
@@ -152,8 +153,8 @@ struct instruction *emit(struct builder *b, const struct instruction *i);
 _Noreturn void refuse(struct builder *b, CUresult code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* The decoder of a group: fills in `i` for the statement. Returns false if the statement is not an
- * instruction of the group. */
+/* Decodes an instruction of a group: fills in `i` from the statement. Returns false if the
+ * statement is not an instruction of this group. */
 typedef bool decoder(struct builder *b, const struct statement *s, struct instruction *i);
 struct decoding {
     const char *name;
@@ -186,8 +187,8 @@ const struct variable *variable_find(const struct ptx *ptx, const char *name, si
 /* ---- block.c ---- */
 
 struct range_of_memory {
-    uint64_t start, size, delta; /* the host reaches a byte of this range at the byte's address plus
-                                  * `delta` */
+    uint64_t start, size, delta; /* a byte's address plus `delta` is the address at which the host
+                                  * reaches the byte */
 };
 
 struct run { /* one launch */
@@ -222,8 +223,8 @@ struct warp {
     uint8_t *local;
     uint32_t pc[LANES];
     uint32_t alive, waiting; /* waiting: lanes at a barrier */
-    uint32_t held;           /* lanes at an instruction that the other lanes of its mask have not
-                              * reached */
+    uint32_t held;           /* lanes that wait at an instruction for the other lanes of the
+                              * instruction's mask */
     uint32_t carry;          /* condition code of each lane */
     uint8_t at_barrier[LANES];
     unsigned index; /* index in the block */
@@ -260,7 +261,7 @@ void refresh_clock(struct warp *w);
 
 /* ---- access.c ---- */
 enum { READ, WRITE };
-/* Returns the address at which the host can reach the `size` bytes that a lane reads or writes. */
+/* Returns the host address of the `size` bytes that a lane reads or writes at `address`. */
 void *bytes_of(struct warp *w, unsigned lane, uint64_t address, unsigned size, int mode);
 
 /* ---- move.c ---- */
@@ -268,7 +269,8 @@ uint64_t lane_address(const struct warp *w, const struct instruction *i, int arg
 bool space_of(const struct statement *s, enum space *out); /* false: the emulation does not have
                                                             * this space */
 
-/* ---- floating.c: converts values of narrow types to double, exactly, and back ---- */
+/* ---- floating.c: widen() converts a value to double without loss; narrow() rounds a double
+ * ---- */
 double widen(struct type t, uint64_t bits);
 uint64_t narrow(struct type t, double value, enum rounding rounding, int flags);
 enum rounding rounding_of(const struct statement *s);

@@ -81,7 +81,8 @@ struct type type_at(const struct statement *s, int which)
     return which ? (struct type){0} : t;
 }
 
-/* Splits "a, {b, c}, [d + 4]" at its commas. No argument keeps spaces around it. */
+/* Splits a list such as "a, {b, c}, [d + 4]" at the commas outside brackets. Removes the spaces
+ * around each argument. */
 static bool split(char *p, struct statement *out)
 {
     out->args = 0;

@@ -10,8 +10,8 @@
 #include <ctype.h>
 #include <stdlib.h>
 
-/* A kernel has at most 48 KiB of static shared memory, so the launch's own shared memory can begin
- * there. */
+/* A kernel has at most 48 KiB of static shared memory. So the dynamic shared memory of a launch can
+ * begin after 48 KiB. */
 #define MAX_STATIC_SHARED (48u << 10)
 
 static uint64_t aligned(uint64_t at, uint64_t to) { return to ? (at + to - 1) / to * to : at; }
@@ -23,8 +23,8 @@ static void *more(void *array, size_t count, size_t size)
     return realloc(array, (count ? 2 * count : 1) * size);
 }
 
-/* Reads ".func (.param .b32 r) name (.param .b32 a) .noreturn { ... }" and returns the text after
- * it. NULL: the text is not such a function. */
+/* Reads the text after ".func" or ".entry", such as "(.param .b32 r) name (.param .b32 a) .noreturn
+ * { ... }". Returns the text after the function, or NULL if the text is not a function. */
 static char *read_function(struct ptx *ptx, char *p, bool entry)
 {
     struct function f = {.entry = entry};
@@ -180,8 +180,8 @@ CUresult ptx_open(char *text, struct ptx **out)
     return CUDA_SUCCESS;
 }
 
-/* The allocation of a device's variables. NULL if its context has ended, because the allocation
- * ends with its context. Call this with the lock held. */
+/* Returns the allocation that has the module's variables on the device. Returns NULL if the
+ * allocation does not exist: it ends when its context ends. Call this with the lock held. */
 static struct allocation *stored(const struct ptx *ptx, int device)
 {
     struct allocation *a = ptx->storage[device].address ? allocation_find(ptx->storage[device].address) : NULL;
@@ -279,7 +279,7 @@ CUresult variables_place(struct ptx *ptx, int device)
     pthread_mutex_lock(&driver.lock);
     CUresult result = stored(ptx, device) ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
     if (result) {
-        /* This memory belongs to the driver, so the process is not charged for it. */
+        /* The driver itself uses this memory, so the process is not charged for it. */
         result = device_allocate(device, ptx->global_size, false, &a);
         a.context = driver.device[device].primary;
         struct allocation *added = result ? NULL : allocation_add(&a);

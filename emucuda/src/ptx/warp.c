@@ -8,7 +8,8 @@
 
 static const struct type U32 = {KIND_UNSIGNED, 32, 1};
 
-/* The arguments are: result[|inside], value, lane or distance, limits. */
+/* shfl. The arguments are: result[|inside], value, lane or distance, limits. `inside` becomes true
+ * if the source lane is within the limits. */
 static void shuffle(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     uint64_t *d = ARG(w, i, 0, 0), *inside = i->count[0] > 1 ? ARG(w, i, 0, 1) : NULL, before[LANES];

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Learn from samples: the driver's overhead for each process, overuse, the driver's own memory.
+"""Learns from samples: each process's driver overhead, overuse, and the driver's own memory.
 
-The rules are in ``pool/attribution.py``; this module applies them to the sessions, pages and
+The rules are in ``pool/attribution.py``. This module applies them to the sessions, pages and
 journal.
 """
 
@@ -39,8 +39,8 @@ STEP = 1 << 20
 class Overheads:
     """Learns, for each process, how much of the driver's memory the guard has not charged.
 
-    This overhead counts in the session's slice like an allocation. This class keeps ``use.beyond``
-    and the page of each attached session up to date.
+    This overhead takes room in the session's slice, as an allocation does. For each attached
+    session, this class keeps ``use.beyond`` and the session's page up to date.
     """
 
     def __init__(self, core: Core, pages: ControlPages, activity: Activity) -> None:
@@ -59,13 +59,11 @@ class Overheads:
     ) -> None:
         """Compare samples with the page of each session.
 
-        The broker reads each page twice: before the samples and now.
+        The caller has read each page before the samples (``before``), and this method reads it
+        again. While this method compares one set of samples, it ignores further calls.
 
-        This method compares only one set of samples at a time. It ignores samples that come while
-        it compares.
-
-        ``old`` are devices whose samples do not count. ``owners`` are the sessions of the processes
-        on the devices; they are needed because a page may name processes of other sessions.
+        ``old`` are the devices whose samples do not count. ``owners`` gives the session of each
+        process on the devices, because a session's page may also name processes of other sessions.
         """
         if self._learning:
             return
@@ -85,9 +83,8 @@ class Overheads:
         shown = {s.uuid: {p.pid: p.bytes for p in s.processes} for s in samples}
         by_uuid = {s.uuid: s for s in samples if s.uuid not in old}
         living: set[tuple[ProcessId, int]] = set()
-        #: Processes whose known overhead stays valid. This call cannot measure their overhead,
-        #: because their session is not attached, or began its lease between the two readings of the
-        #: page.
+        #: Processes whose last known overhead stays valid, because this call cannot measure it.
+        #: Their session is not attached, or its lease began between the two readings of the page.
         stays: set[ProcessId] = set()
         pace = Pace()
         for session in [*self._core.sessions]:
@@ -160,10 +157,10 @@ class Overheads:
             self._pages.follow(session, record)
 
     def _complete(self, sample: DeviceSample) -> bool:
-        """Return whether NVML's list accounts for all memory that is in use.
+        """Return whether NVML's list explains all memory that is in use.
 
-        If the list is complete, NVML's figure for a process is right even if the figure is lower
-        than expected.
+        If it does, NVML's figure for each process is right, even a figure that is lower than
+        expected.
         """
         device = self._core.pool.device(sample.uuid)
         driver = max(0, device.memory_reserved - sample.reserved) if device is not None else 0
@@ -174,9 +171,9 @@ class Overheads:
 class OveruseWatch:
     """Notices when a session uses more device memory than granted; acts once on each overuse.
 
-    The guard keeps ordinary software within its slice. If a process bypasses the guard (it clears
-    ``LD_PRELOAD``, or opens the driver by its path), this class notices its use, a few samples
-    late. The option ``overuse`` sets what the broker then does.
+    The guard keeps ordinary software within its slice. A process can bypass the guard: it clears
+    ``LD_PRELOAD``, or opens the driver by its path. This class then notices the memory of the
+    process a few samples later. The option ``overuse`` sets what the broker does next.
     """
 
     def __init__(
@@ -194,9 +191,10 @@ class OveruseWatch:
         self._log = log
 
     def seen(self, sizes: Mapping[str, Mapping[str, int]], old: Collection[str]) -> None:
-        """Check a sample: the bytes that NVML shows, by session and device.
+        """Check a new sample for overuse.
 
-        ``old`` are devices that the broker could not read, or whose sample is out of date.
+        ``sizes`` has the bytes that NVML shows for each session on each device. ``old`` are the
+        devices that the broker could not read, or whose sample is out of date.
         """
         for session in self._core.sessions:
             used = sizes.get(session.id)
@@ -240,9 +238,9 @@ class OveruseWatch:
 class DriverShares:
     """Measures the driver's own memory again whenever a device is idle.
 
-    This memory grows over weeks in which kernels come and go. If the broker measured it only at its
-    start, the growth would count as memory that is used outside the pool, and the device would lose
-    capacity.
+    The driver's own memory grows while kernels come and go for weeks. If the broker measured it
+    only at its own start, the growth would count as memory of programs outside the pool. The pool
+    could then grant less of the device.
     """
 
     def __init__(self, core: Core, health: Health, log: logging.Logger) -> None:

@@ -34,21 +34,23 @@ from .samples import Samples
 #: thread.
 YIELD_TIMEOUT = 1.0
 
-#: The kind of reason for which a session is not suspended, see :class:`SuspendRefused`.
+#: The kinds of reasons why a session is not suspended, see :class:`SuspendRefused`.
 Obstacle = Literal["busy", "pinned", "drain", "host", "limit"]
 
 #: The reason if a suspend would lose the session's CUDA graph.
 RECORDING = "it records a CUDA graph"
 
-#: Why the pool does not preempt a session in use. Today's drivers end a process that synchronises
-#: while it is suspended. Only the guard can stop a running cell from synchronising at that time.
+#: The reason if the pool does not preempt a session in use that has no guard. Today's drivers end a
+#: process that makes a synchronise call while it is suspended. Only the guard can keep a running
+#: cell from such a call.
 UNGUARDED = "it runs without the guard, so nothing would stop its CUDA calls during the suspend"
 
-#: Seconds within which a process that has just ended must free its memory, and seconds between two
-#: checks.
+#: A process that has just ended must free its memory within ROOM_WAIT seconds. The broker checks
+#: this every ROOM_POLL seconds.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 
-#: Seconds for the suspend before a kill, and seconds within which the server must kill the kernel.
+#: The suspend before a kill may take RETIRE seconds. The server must kill the kernel within RETIRED
+#: seconds.
 RETIRE, RETIRED = 10.0, 30.0
 
 #: The broker waits this many seconds before it ends a lost session, so that the agent can show why
@@ -73,8 +75,8 @@ class DeviceActions:
     ) -> None:
         self._core = core
         self._service = service
-        #: When a session in use is preempted: seconds within which its calls inside the driver must
-        #: return.
+        #: Before the pool can preempt a session in use, the session's calls inside the driver must
+        #: return within this many seconds.
         self._drain_timeout = drain_timeout
         self._samples = samples
         self._room = room
@@ -90,7 +92,7 @@ class DeviceActions:
 
     def attach(self, action: e.Attach) -> None:
         if not action.origin and self._samples.fits(action.slices):
-            # Nothing has to be restored, and a fresh sample shows enough free memory.
+            # The session has no state to restore, and a fresh sample shows enough free memory.
             self._core.handle(
                 e.AttachDone(now=self._core.now(), session=action.session, epoch=action.epoch)
             )
@@ -188,7 +190,7 @@ class DeviceActions:
             self._health.bad(uuid, device.tier_reason)
 
     def _need(self, record: SessionRecord, action: e.Attach) -> dict[str, int]:
-        """Return how many bytes must be free on each target before the broker tries a restore."""
+        """Return how many bytes must be free on each target device before a restore."""
         held = {piece.device: piece.bytes for piece in record.suspended}
         need: dict[str, int] = {}
         for origin, piece in zip(action.origin, action.slices, strict=True):
@@ -198,7 +200,7 @@ class DeviceActions:
         return need
 
     async def _wait_for_room(self, slices: Sequence[Slice]) -> str:
-        """Wait until enough memory is free; return "", or why memory is still short."""
+        """Wait until enough memory is free for ``slices``; return "" or why it is not."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + ROOM_WAIT
         while True:
@@ -269,11 +271,11 @@ class DeviceActions:
     # ------------------------------------------------------------------ safe to kill
 
     async def retire(self, session: LiveSession) -> bool:
-        """Make the processes of an ending session safe to kill; return whether they are.
+        """Make the processes of an ending session safe to kill; return whether they are safe.
 
-        Some drivers hang when a restored process is killed. With such a driver, the broker suspends
-        the processes again. This takes a bounded time and raises no error, because the session ends
-        in any case.
+        Some drivers hang when a process is killed that was restored before. With such a driver, the
+        broker suspends the processes again. This takes at most RETIRE seconds. A failure raises no
+        error, because the session ends in any case.
         """
         record = self._core.record(session.id)
         if not self._service.hazard or record is None or session.process is None:
@@ -323,10 +325,10 @@ class DeviceActions:
         )
 
     async def _close_gate(self, session: LiveSession) -> tuple[Obstacle, str] | None:
-        """Keep new calls out of the driver; return None, or a refusal's kind and reason.
+        """Close the session's gate for a suspend; return None, or a refusal's kind and reason.
 
-        If this method returns a refusal, the gate opens again later, because the page follows the
-        pool's record.
+        None means that the suspend may go on. After a refusal, the gate opens again when the broker
+        writes the pool's record into the page.
         """
         if session.landing:
             return "drain", "one of its processes is moving to the GPU of its slice"
@@ -347,11 +349,11 @@ class DeviceActions:
         return None
 
     async def _close_gate_in_use(self, session: LiveSession) -> tuple[Obstacle, str] | None:
-        """Keep new calls of a session in use out of the driver, as :meth:`_close_gate` does.
+        """Close the gate of a session in use, because the pool preempts the session.
 
-        The pool preempts the session, so the session's next calls wait at the gate. The broker does
-        not ask the session's agent, and the agent keeps its holds. If the reason of a refusal is
-        temporary, the kind is ``drain``, so that the pool tries again later.
+        The result is like that of :meth:`_close_gate`. The session's next calls wait at the gate.
+        The broker does not ask the session's agent, and the agent keeps its holds. If the reason of
+        a refusal is temporary, the kind is ``drain``, so that the pool tries again later.
         """
         if session.landing:
             return "drain", "one of its processes is moving to the GPU of its slice"
@@ -371,7 +373,7 @@ class DeviceActions:
         return None
 
     async def _ask(self, session: LiveSession, epoch: int) -> tuple[bool, str]:
-        """Return whether the agent gives up the lease, and the reason if it does not."""
+        """Ask the agent to give up the lease. Return whether it does, and if not, the reason."""
         if session.grace is not None:
             return False, "the broker waits for its agent"
         agent = session.agent
@@ -394,7 +396,7 @@ class DeviceActions:
     async def _footprint(
         self, session: LiveSession, process: ProcessId, slices: Sequence[Slice]
     ) -> dict[str, int]:
-        """Return the bytes that a suspend will move, by device, as far as the broker knows them."""
+        """Estimate the bytes that a suspend will move to host memory from each device."""
         try:
             samples = await self._samples.take()
         except GPUPoolError:
@@ -470,9 +472,9 @@ class DeviceActions:
         )
 
     def end_frozen(self, name: str, frozen: Sequence[ProcessId]) -> None:
-        """End the processes that are still suspended after their kernel has ended.
+        """End the suspended processes of a kernel that has ended.
 
-        Nothing would resume them, and their state would stay in host memory.
+        Otherwise their state would stay in host memory, because no lease can resume them any more.
         """
         left = [process for process in frozen if procfs.alive(process)]
         if left:
@@ -518,7 +520,10 @@ class DeviceActions:
             self.busy.discard(name)
 
     async def _recover(self, name: str, before: SessionRecord, message: str) -> None:
-        """End an action that raised an unexpected error; the driver's state decides the result."""
+        """Give the pool a result for an action that raised an unexpected error.
+
+        The result depends on the state that the driver shows for the session's process.
+        """
         session = self._core.sessions.find(name)
         if session is None or session.process is None:
             return

@@ -24,12 +24,13 @@ _NO_VERDICT = (Code.NO_ROOM, Code.PAUSED)
 
 
 class Health:
-    """Keeps the pool informed about failed devices.
+    """Tells the pool which devices are out of service.
 
     A device that NVML could not read comes back when NVML can read it again. A device that had an
     Xid, or failed a self-test, comes back when it passes a self-test. The first test runs after
-    ``retest_after`` seconds. After each failed test, the pause doubles. A test also runs when an
-    admin asks. If ``retest_after`` is 0, tests run only when an admin asks.
+    ``retest_after`` seconds. After each failed test, the pause doubles. If ``retest_after`` is 0,
+    these tests do not run. A test also runs when an admin asks for one, and when :meth:`suspect`
+    reports a device that may hang.
 
     ``retest`` tests a device, and raises :class:`GPUPoolError` if the test fails.
     """
@@ -56,7 +57,7 @@ class Health:
         self._tests: dict[str, asyncio.Task[GPUPoolError | None]] = {}
 
     def begin(self, devices: Iterable[Device]) -> None:
-        """Announce the pool's devices, and which of them have failed already."""
+        """Tell the pool about all devices, and take those that have failed out of service."""
         for device in devices:
             reason = self.failed.get(device.uuid)
             self.add(device)
@@ -64,7 +65,7 @@ class Health:
                 self.lost(device.uuid, reason)
 
     def measured(self, device: Device) -> None:
-        """Store a device after the broker has measured one of its figures again."""
+        """Store the new figures of a device."""
         self.devices[device.uuid] = device
 
     def add(self, device: Device) -> None:
@@ -87,7 +88,7 @@ class Health:
         self._schedule(uuid)
 
     def bad(self, uuid: str, reason: str) -> None:
-        """Take a failed device out of service; only a test that passes brings it back."""
+        """Take a failed device out of service until it passes a self-test."""
         self._bad.add(uuid)
         self.lost(uuid, reason)
 
@@ -135,8 +136,8 @@ class Health:
         return test
 
     async def _retest(self, uuid: str) -> GPUPoolError | None:
-        # Before the test, the monitor forgets the device's Xid. Without this mark, the monitor
-        # would bring the device back during the test.
+        # Before the test, the sampler forgets the device's Xid, so the next sample shows no fault.
+        # Without this mark, :meth:`readable` would bring the device back during the test.
         self._bad.add(uuid)
         before = self.devices[uuid]
         try:
@@ -187,12 +188,13 @@ class Health:
 
 
 class SuddenEnds:
-    """Tests the GPUs of restored processes that ended before the pool suspended them again.
+    """Tests a GPU after a restored process on it has ended without a suspend.
 
     Some drivers hang when a restored process ends without a suspend. The pool and its servers
     suspend a kernel again before they end it. But a kernel may also call exit(), or the
-    out-of-memory killer or a user's ``kill -9`` may end it. After such an end, the GPU may hang for
-    its next user. So no kernel gets the GPU before the GPU has passed a test.
+    out-of-memory killer or a user's ``kill -9`` may end it. After such an end, the GPU may hang
+    when the next kernel uses it. So the pool gives the GPU to no kernel before the GPU has passed a
+    test.
     """
 
     def __init__(self, core: Core, service: Devices, health: Health, log: logging.Logger) -> None:

@@ -1,12 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Moves processes that initialised CUDA on a device other than the device of their slice.
+"""Moves a process to the device of its slice, if it has initialised CUDA on another device.
 
 CUDA binds a process to the devices that it sees at cuInit, and cuInit needs no lease. If the slice
-is on another device of the same model, the process asks to *land* at its first context. It makes a
-context on the device that it sees, in the memory that each device keeps free for one context
-(``Device.landing_bytes``). Then the broker suspends the process there and restores it on its slice.
-Only one process at a time may use this memory of a device; other processes wait for it.
+is on another device of the same model, the process asks to *land* before it makes its first
+context. Each device keeps memory free for one such context (``Device.landing_bytes``). The process
+makes its context in this memory of the device that it sees. Then the broker suspends the process
+and restores it on the device of its slice. Only one process at a time may use this memory of a
+device. Other processes wait for it.
 
 Some processes cannot be moved, because the driver refuses it or because the slice is on another
 model. Such a process asks to *stay*: the broker takes the slice back, and the session waits for a
@@ -51,14 +52,14 @@ from .actions import DeviceActions
 from .samples import Samples
 
 #: ROOM_POLL: seconds between two checks whether a device has room for a context. WATCH: seconds
-#: between two checks of a process that has the room.
+#: between two checks of a process that uses this room.
 ROOM_POLL, WATCH = 0.1, 0.5
 
-#: Seconds within which a process that has the room must make its context and report it.
+#: A process that has got the room must make its context and report it within this many seconds.
 PATIENCE = 60.0
 
-#: The most tries to move a process, and the seconds between two tries. A try fails if the process's
-#: work on the device has not drained yet.
+#: TRIES: how often the broker tries to move a process. PAUSE: seconds between two tries. A try
+#: fails, for example, if a CUDA call of the process has not returned yet.
 TRIES, PAUSE = 4, 0.5
 
 #: After this many failed moves in a row, a session waits for the devices that its processes see.
@@ -81,7 +82,7 @@ class _Landing:
     origin: tuple[str, ...]
     room: contextlib.AsyncExitStack
     watch: asyncio.Task[None] | None = None
-    #: Whether the move failed. The process then still has the contexts that it made for the move.
+    #: Whether the move failed. If it failed, the process still has the contexts on ``origin``.
     refused: bool = False
 
 
@@ -89,8 +90,8 @@ class _Landing:
 class _Move:
     """A move from ``origin[i]`` to ``target[i]``, as the session's page shows it.
 
-    ``seen``: for each device of the slice, the device that the process sees instead. A session that
-    cannot move waits for these devices.
+    ``seen[i]`` is the device that the process sees in the place of ``slice[i]``. It may be the same
+    device. If the process cannot move, the session waits for a slice on the devices ``seen``.
     """
 
     slot: Slot
@@ -98,8 +99,8 @@ class _Move:
     seen: tuple[str, ...]
     origin: tuple[str, ...] = ()
     target: tuple[str, ...] = ()
-    #: Why the broker cannot move the process, and whether the process can use only the devices that
-    #: it sees.
+    #: ``problem``: why the broker cannot move the process. ``stay``: whether the process can use
+    #: only the devices in ``seen``.
     problem: str = ""
     stay: bool = False
 
@@ -234,7 +235,7 @@ class Landings:
         )  # fmt: skip
 
     def _unusable(self, uuid: str) -> str:
-        """Return why the device can take no context until an admin acts, or "" if it can."""
+        """Return why no process can make a context on the device now, or "" if a process can."""
         if self._service.is_aside(uuid):
             return "The administrator has paused that GPU."
         sample = self._samples.last.get(uuid)
@@ -265,7 +266,7 @@ class Landings:
             await room.aclose()
 
     def _look_again(self, session: LiveSession, way: _Move) -> None:
-        """Raise RefusedError if the process needs no room any more, or can never be moved."""
+        """Raise RefusedError if the planned move is no longer possible."""
         now = self._way(session, self._record(session), way.slot.pid)
         if now.problem:
             raise RefusedError(now.problem, code=Code.NOT_MOVED)
@@ -364,7 +365,10 @@ class Landings:
             connection.answer(rid)
 
     async def _try(self, session: LiveSession, way: _Move) -> tuple[str, bool]:
-        """Try once to move the process; return why that failed, and whether to try again."""
+        """Try once to move the process.
+
+        Return the reason of a failure ("" after a success), and whether to try again.
+        """
         if await drain(lambda: self._pages.read(session), way.process.pid):
             return "A CUDA call of the process did not return.", True
         record, page = self._record(session), session.page
@@ -375,7 +379,7 @@ class Landings:
         began = self._core.now()
 
         def restoring() -> None:
-            # A damaged page must not stop the move between its suspend and its restore.
+            # The process is suspended now. A damaged page must not prevent the restore.
             with contextlib.suppress(OSError):
                 page.set_landing(way.slot, LANDING_RESTORE)
 
@@ -425,7 +429,11 @@ class Landings:
             self._waiting.pop(connection, None)
 
     def _given_back(self, session: LiveSession, way: _Move, text: str) -> bool:
-        """Give the slice back if it is unused; return whether the process may ask for a new one."""
+        """Give the slice back if no process uses it.
+
+        Return True if the session no longer has this slice, so that the process may ask for a new
+        one. Return False if the caller must try again.
+        """
         record, gate = self._record(session), self._pages.gate(session)
         if [piece.device for piece in record.slices] != way.slice:
             return True
@@ -474,8 +482,9 @@ class Landings:
         """Let processes of session ``name`` run again if an earlier broker was moving them.
 
         Call this before the broker continues with the session. In each of these processes, a thread
-        waits for the move, and asks this broker again. If somebody has interrupted this thread, the
-        process stays on its present device, and moves when it makes its next context.
+        waits for the move. It now asks this broker to move the process. If the thread was
+        interrupted and does not ask, the process stays on its present device until it makes its
+        next context.
         """
         page = await self._page(name)
         if page is None:
@@ -498,7 +507,7 @@ class Landings:
             page.close()
 
     async def _page(self, name: str) -> Page | None:
-        """Return the page of a session of an earlier broker, or None if this broker finds no page.
+        """Open the page that an earlier broker made for a session; return None without a page.
 
         After a logout, the path of the page is a link to the earlier broker's descriptor, or does
         not exist.
@@ -522,8 +531,8 @@ class Landings:
     def _forget(self, name: str, slot: Slot) -> None:
         session = self._core.sessions.find(name)
         if session is None and procfs.alive(ProcessId(slot.pid, slot.start_time)):
-            # The broker has not recovered this session yet, because it still asks the driver about
-            # sessions.
+            # The broker is still recovering its sessions and has not reached this one. Check again
+            # later.
             asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
             return
         reading = self._pages.read(session) if session is not None else None

@@ -45,10 +45,10 @@ OrderKind = Literal["pause", "drain"]
 #: The key of the orders in the journal's metadata.
 _META = "maintenance"
 
-#: Seconds between two checks of what a pause waits for, and between two reads of all of /proc.
+#: POLL: seconds between two checks of unfinished orders. SCAN: between two searches of /proc.
 POLL, SCAN = 0.2, 1.0
 
-#: Stands for the broker itself in tables whose other values are names of sessions.
+#: Stands for the broker's child processes where other processes have the name of a session.
 _OWN = "broker"
 
 _WORDS = {"pause": "paused", "drain": "drained"}
@@ -108,12 +108,12 @@ class Maintenance:
         self._aside = aside
         self._log = log
         self._orders = stored(core.journal)
-        #: By the device of a pause: the processes that had device files open at the last check, and
-        #: the number of processes that the broker could not check.
+        #: By the device of a pause: the processes that had device files open at the last search,
+        #: each with its session, and the number of processes that the broker could not check.
         self._left: dict[str, list[tuple[FileHolder, str]]] = {}
         self._unseen: dict[str, int] = {}
         self._own = procfs.identify(os.getpid())
-        #: By the device of an order: what the order waits for when no session has a lease.
+        #: By the device of an order with no lease left: the present step of the order, as text.
         self._step: dict[str, str] = {}
         #: The sessions whose users the broker has asked to restart their kernel. Each entry has the
         #: order's device, the order's time, and the session.
@@ -123,7 +123,7 @@ class Maintenance:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self) -> None:
-        """Tell the pool the orders that the journal has from an earlier broker."""
+        """Put the orders into force that an earlier broker wrote to the journal."""
         for device, order in self._orders.items():
             if order.kind == "pause" and device and not self._service.down:
                 # This broker has opened all device files to find the devices, so the pause is not
@@ -206,12 +206,12 @@ class Maintenance:
         return self._sentence(order)
 
     def drain_all(self, reason: str, by: str) -> None:
-        """Drain each GPU that is neither paused nor drained."""
+        """Drain each GPU for which no order is in force."""
         for uuid in [uuid for uuid in self._health.devices if uuid not in self._orders]:
             self._order("drain", uuid, reason, by)
 
     def undrain(self, reason: str) -> None:
-        """Put back into service the devices that :meth:`drain_all` has drained for this reason."""
+        """End the drain orders with this reason, and put their devices back into service."""
         ended = [o for o in self._orders.values() if (o.kind, o.reason) == ("drain", reason)]
         for order in ended:
             del self._orders[order.device]
@@ -255,7 +255,7 @@ class Maintenance:
         return note
 
     def _stood_down(self, order: Order) -> bool:
-        """Return whether this or an earlier broker has ended its child processes for an order."""
+        """Return whether this broker, or an earlier broker, has ended its children for an order."""
         pause = order.kind == "pause" and order.closed
         return pause or self._service.is_aside(order.device)
 
@@ -271,9 +271,10 @@ class Maintenance:
         return [self._orders[device]] if device in self._orders else []
 
     def _exchange(self, found: Iterable[Device]) -> None:
-        """Store the devices that exist now, and their properties.
+        """After a pause, replace the list of devices by ``found``, which the driver lists now.
 
-        A device that failed before and was not tested now stays out of service.
+        A device that is not in ``found`` goes out of service. A device that was out of service
+        comes back only if ``renew`` has just tested it and it can suspend.
         """
         there = {device.uuid: device for device in found}
         for uuid in [uuid for uuid in self._health.devices if uuid not in there]:
@@ -360,7 +361,7 @@ class Maintenance:
             try:
                 scanned = await self._look(scanned, loop.time())
             except (OSError, GPUPoolError) as error:
-                # Perhaps no descriptor is free to list /proc, or a child process does not end.
+                # For example, no descriptor is free to list /proc, or a child process does not end.
                 for device in self._step:
                     self._step[device] = f"another try, because the last one failed: {error}"
                 self._log.error(
@@ -369,7 +370,7 @@ class Maintenance:
             await asyncio.sleep(POLL)
 
     async def _look(self, scanned: float, now: float) -> float:
-        """Work on each order now; return the time of the last search for open files."""
+        """Work once on each unfinished order; return the time of the last search of /proc."""
         due = now >= scanned + SCAN
         async with self._busy:
             for order in [o for o in self._orders.values() if not o.closed]:
@@ -396,7 +397,7 @@ class Maintenance:
                         continue
                     scanned = now
                     if await self._open_files(order):
-                        # ``status`` names the processes that have files open.
+                        # ``status`` names these processes, so the order needs no step.
                         self._step.pop(order.device, None)
                         self._tell_holders(order)
                         continue
@@ -412,7 +413,7 @@ class Maintenance:
             self._save()
 
     def _stood_aside(self, order: Order) -> bool:
-        """Return whether the children that suspend sessions on the order's devices have ended."""
+        """Return whether the broker's child processes for the order's devices have ended."""
         return bool(self._service.down) or self._service.is_aside(order.device)
 
     async def _stand_down(self, order: Order) -> None:
@@ -432,9 +433,9 @@ class Maintenance:
         return found
 
     async def _open_files(self, order: Order) -> bool:
-        """Return whether a process of this pool has a device file open.
+        """Return whether a process of this pool has a file of the order's devices open.
 
-        The method stores all processes that have a device file open, even those outside the pool.
+        It stores in ``_left`` all processes with such a file open, even those outside the pool.
         """
         if order.device and not self._service.has_file(order.device):
             return False  # a MIG instance shares its GPU's file with other instances
@@ -445,7 +446,7 @@ class Maintenance:
         return any(whose for _, whose in left)
 
     async def _whose(self, holder: FileHolder) -> str:
-        """Return the session of a process; "broker" for this broker's child, "" for any other."""
+        """Return the name of a process's session, "broker" for a child of this broker, or ""."""
         sessions, pid = self._core.sessions, holder.process.pid
         for session in sessions:
             if session.process and procfs.descends(pid, session.process):
@@ -460,7 +461,7 @@ class Maintenance:
         return found.id if found is not None and found.may_have(pid) else ""
 
     def _tell(self, order: Order) -> None:
-        """If a session cannot be suspended, ask its user once to restart it."""
+        """Ask the users of sessions that cannot be suspended to restart their kernels."""
         for session, record in self._holding(order):
             why = self._pinned(session, record)
             if why:
@@ -472,7 +473,7 @@ class Maintenance:
                 )
 
     def _tell_holders(self, order: Order) -> None:
-        """If a session uses the driver without a slice, ask its user to restart it."""
+        """Ask the user of each session that has a device file open to restart the kernel."""
         why = (
             f"This kernel has opened the device file of GPU {self._index(order.device)}, so it "
             "keeps that GPU in use"
@@ -558,7 +559,7 @@ class Maintenance:
         return found
 
     def _doing(self, order: Order) -> str:
-        """Return what an order waits for when no session has a lease any more."""
+        """Return the present step of an order for which no session has a lease any more."""
         if order.device in self._step:
             return self._step[order.device]
         return "" if self._left.get(order.device) else "the pool to check which processes use a GPU"

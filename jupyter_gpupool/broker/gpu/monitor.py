@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Tell the pool what the driver and the host show; find processes that do not belong to the pool.
+"""Takes samples of the devices and the host for the pool, and finds foreign processes.
 
 The monitor samples while a session is open or metrics are served. After the end of the last
 session, it goes on until the processes of that session are gone. While all sessions are detached,
-it samples less often.
+it samples less often. A foreign process is a process on a device that belongs to no session and not
+to the broker.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from .accounting import DriverShares, Overheads, OveruseWatch
 from .health import Health
 from .samples import QUIET, Samples
 
-#: After a change, the monitor pauses before it takes a sample. The pause takes SETTLE seconds or,
-#: if that is longer, BREATH times as long as the last sample took. The pause is never longer than
-#: the usual interval. Without BREATH, samples would take a tenth of the event loop's time on a
-#: machine on which hundreds of kernels come and go.
+#: After a change, the monitor waits before it takes a sample, because more changes often follow. It
+#: waits for BREATH times the duration of the last sample, but at most for the usual interval, and
+#: at least for SETTLE seconds. Without BREATH, samples would take a tenth of the event loop's time
+#: on a machine on which hundreds of kernels come and go.
 SETTLE, BREATH = 0.05, 3
 
 #: The least number of seconds between two searches for better home devices, because each search
@@ -49,9 +50,8 @@ CLOSE = 1.0
 #: While no session waits, a change of host memory by fewer bytes than this causes no event.
 HOST_STEP = 64 << 20
 
-#: Seconds within which a thread must read the environment of a foreign process. The read blocks
-#: while another program suspends that process, so the broker stops waiting for the thread after
-#: this time.
+#: A thread reads the environment of a foreign process. The broker waits for the thread for at most
+#: this many seconds, because the read blocks while another program suspends the process.
 ENVIRON_TIMEOUT = 1.0
 
 
@@ -97,10 +97,10 @@ class Monitor:
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
-        #: By device: what the monitor last reported to the pool. The first part is the owners of
-        #: the device's memory. The second part is the sessions that were idle before the sample
-        #: began, each with the time at which it became idle. For each idle session, the pool needs
-        #: a sample later than this time. Without it, the whole slice counts as the session's state.
+        #: By device: the last report to the pool. It has the owners of the device's memory, and the
+        #: sessions that were idle before the sample began, each with the time at which it became
+        #: idle. When a session becomes idle, the pool needs a sample that begins later. Until it
+        #: gets one, the whole slice counts as the session's state.
         self._told: dict[str, tuple[Attribution, frozenset[tuple[str, float]]]] = {}
         self._told_host = -1
         self._told_changes: dict[str, int] = {}
@@ -113,7 +113,7 @@ class Monitor:
         #: end, too.
         self._leaving: set[ProcessId] = set()
         self._failing = ""
-        #: This process, whose children (workers, self-tests) belong to the pool.
+        #: The broker's own process. Its children (workers, self-tests) are no foreign processes.
         self.own = identify(os.getpid())
         self._homes_at = float("-inf")
 
@@ -168,7 +168,8 @@ class Monitor:
                     await asyncio.sleep(settle)  # a change is often followed by others
                     break
                 if left:
-                    # Idle devices change little, but any process may take host memory.
+                    # Idle devices change little, so take no sample of them yet. But any process may
+                    # take host memory.
                     await self._try(self._pressure.look)
             changed.clear()
 
@@ -189,9 +190,9 @@ class Monitor:
         """Take one sample and tell the pool."""
         waited_for = "queued" in self._core.busy.values()
         available = await self._room.read(self._room.machine)
-        # The pool subtracts the bytes of each suspend from its last figure of host memory, even if
-        # the session has resumed since. So the pool needs new figures from time to time. Otherwise
-        # its figure would fall to zero.
+        # The pool subtracts the bytes of each suspend from its last figure of free host memory. It
+        # does not add the bytes when the session resumes. So the pool needs a new figure after a
+        # change. Otherwise its figure would fall to zero.
         moved = self._core.changes != self._told_changes
         if waited_for or moved or abs(available - self._told_host) >= HOST_STEP:
             self._told_host = available
@@ -205,7 +206,8 @@ class Monitor:
         samples = await self._samples.take()
         await self._identify(samples)
         pace = Pace()
-        # If a session attaches or releases its slice during these reads, ``changes`` grows.
+        # If a session attaches or releases its slice during these reads, the counter of its device
+        # in ``changes`` grows. The sample of this device then does not count.
         granted, idle = self._leases(began)
         counted = await self._counted(pace)
         shown: dict[str, dict[str, int]] = {}
@@ -216,7 +218,8 @@ class Monitor:
                 continue  # the device service has reported the loss
             self._health.readable(sample.uuid)
             if self._core.changes.get(sample.uuid) != before.get(sample.uuid):
-                # The sample is out of date: a process came to or left the device in the meantime.
+                # The sample is out of date, because a process has come to the device or left it
+                # since.
                 continue
             old.discard(sample.uuid)
             leased = bool(granted.get(sample.uuid))
@@ -240,7 +243,7 @@ class Monitor:
         await self._update_pages()
 
     async def _update_pages(self) -> None:
-        """Write the free memory that each session can use into its page."""
+        """Write into the pages the home devices (every HOMES seconds) and the room for growth."""
         now = asyncio.get_running_loop().time()
         if now - self._homes_at >= HOMES:
             self._homes_at = now
@@ -250,7 +253,7 @@ class Monitor:
     # ------------------------------------------------------------------ whose memory
 
     async def _identify(self, samples: Sequence[DeviceSample]) -> None:
-        """Find the session of each process on a device, once per process."""
+        """Find the session of each process on a device, and store it in ``_known``."""
         present: dict[ProcessId, str | None] = {}
         pace = Pace()
         for sample in samples:
@@ -272,8 +275,8 @@ class Monitor:
         self._ours = owned | (self._ours & present.keys())
 
     async def _owner(self, process: ProcessId) -> str | None:
-        # The search looks at the few ancestors of the process. It does not look at the descendants
-        # of each session, because there may be a thousand sessions.
+        # Search the few ancestors of the process for the process of a session. A search of the
+        # descendants of each session would take longer, because there may be a thousand sessions.
         above = procfs.ancestry(process.pid)
         roots = {session.process: session.id for session in self._core.sessions}
         nearest = next((roots[one] for one in (process, *above) if one in roots), None)
@@ -301,8 +304,8 @@ class Monitor:
     ) -> Attribution:
         """Return the owners of a device's memory (:mod:`jupyter_gpupool.pool.attribution`).
 
-        ``granted`` are the bytes of the sessions with a slice on the device. ``counted`` are the
-        bytes that the guard counts, by session and device.
+        ``granted`` maps each session with a slice on the device to the bytes of its slice.
+        ``counted`` has the bytes that the guard counts, by session and device.
         """
         uuid, device = sample.uuid, self._core.pool.device(sample.uuid)
         observed = Observed(
@@ -331,10 +334,10 @@ class Monitor:
     def _leases(
         self, before: float
     ) -> tuple[dict[str, dict[str, int]], dict[str, list[tuple[str, float]]]]:
-        """Return two tables by device: the granted bytes of each session, and the idle sessions.
+        """Return the granted bytes of each session, and the idle sessions, both by device.
 
-        The second table has only sessions that became idle at ``before`` or earlier, each with the
-        time at which it became idle.
+        The idle sessions are those that became idle at ``before`` or earlier, each with the time at
+        which it became idle.
         """
         granted: dict[str, dict[str, int]] = {}
         idle: dict[str, list[tuple[str, float]]] = {}

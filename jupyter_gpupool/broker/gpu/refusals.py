@@ -3,10 +3,10 @@
 """Decides when a suspended state counts as lost because the driver refuses to restore it.
 
 After a restore that failed for lack of room, driver 580.159.04 still reports CHECKPOINTED, and
-refuses each later restore even if there is room (see ``docs/driver-facts.md``). A refusal may also
-be temporary: another program has taken the memory, or the GPU or a service that it needs fails. So
-refusals count only if they are consecutive and on the same GPUs, and if these GPUs passed a test
-after each refusal.
+refuses each later restore even if there is room (see ``docs/driver-facts.md``). Such a state is
+lost. But a refusal may also be temporary: another program uses the memory, the GPU fails, or a
+service that the GPU needs fails. So this module counts only refusals in a row on the same GPUs. If
+one of these GPUs fails a test, the count starts again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: The state counts as lost after MOST refusals in a row, if at least PATIENCE seconds are between
-#: the first and the last refusal.
+#: The state counts as lost after MOST refusals in a row. The last refusal must come at least
+#: PATIENCE seconds after the first.
 MOST, PATIENCE = 5, 120.0
 #: After this many seconds without a try, the count starts again.
 STALE = 600.0
@@ -23,7 +23,7 @@ STALE = 600.0
 
 @dataclass
 class Refusals:
-    """The refused restores of a session since its last success."""
+    """The refused restores of one session since its last restore that worked."""
 
     count: int = 0
     first: float = 0.0
@@ -41,7 +41,7 @@ class Refusals:
         return self.count >= MOST and now - self.first >= PATIENCE
 
     def blame(self, device: str) -> None:
-        """Forget the refusals if one of them was on this GPU, which has now failed a test."""
+        """Forget the refusals if they were on ``device``, because this GPU has failed a test."""
         if device in self.devices:
             self.forget()
 

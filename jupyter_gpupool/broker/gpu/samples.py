@@ -18,7 +18,7 @@ from ..configuration import Configuration
 #: outside the pool has taken the memory since the sample.
 FRESH = 10.0
 
-#: The number of intervals between two samples while nothing is attached and no session waits.
+#: While no session is attached or waits, the monitor samples only once in QUIET intervals.
 QUIET = 5
 
 
@@ -47,10 +47,10 @@ class Samples:
         return found
 
     def recent(self, device: str) -> DeviceSample | None:
-        """Return the last sample of a device; None if it is old or unreadable.
+        """Return the last sample of a device; None if it is too old, or if NVML could not read it.
 
-        The broker takes no samples while there is no session, so old samples do not count. A sample
-        counts for three times the longest interval between two samples of the monitor.
+        The last sample may be old, because the broker takes no samples while it has no session. A
+        sample is too old after three times the longest interval between two samples of the monitor.
         """
         lasts = 3 * QUIET * self._configuration.settings.sample_interval
         sample = self.last.get(device) if self._age() <= lasts else None
@@ -61,7 +61,7 @@ class Samples:
         return self._age() < FRESH and not self.missing(slices)
 
     def missing(self, slices: Sequence[Slice]) -> str:
-        """Return why the last sample does not show the memory of ``slices`` as free, or ""."""
+        """Return why the last sample shows no room for ``slices``, or "" if it shows enough."""
         for piece in slices:
             sample = self.last.get(piece.device)
             if sample is None or sample.lost:

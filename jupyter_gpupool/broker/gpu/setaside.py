@@ -3,10 +3,11 @@
 """Suspends kernels that have called cuInit and nothing else, for an admin's pause.
 
 ``torch.cuda.is_available()`` is enough to call cuInit. Such a process has no context and no slice,
-so the pool never suspends it. But it has the driver's device files open. If the driver can suspend
-it (see ``docs/driver-facts.md``), the broker asks the driver to do so during a pause. From then on,
-the pool treats the kernel as suspended. When the kernel gets its next slice, on any GPU, this
-broker or a later broker restores it.
+so the pool never suspends it. But it has the driver's device files open, and a pause is complete
+only when they are closed. So the broker asks the driver to suspend the process for the pause. Not
+every driver can do this (see ``docs/driver-facts.md``). After the suspend, the pool treats the
+kernel as suspended. When the kernel gets its next slice, on any GPU, this broker or a later broker
+restores it.
 """
 
 from __future__ import annotations
@@ -42,16 +43,15 @@ class UnleasedSuspends:
         self._pages = pages
         self._activity = activity
         self._log = log
-        #: By order and session: the processes about which the broker has asked the driver.
+        #: By order and session: the ids of the processes that the broker has tried to suspend.
         self._tried: dict[tuple[str, float, str], tuple[int, ...]] = {}
 
     # ------------------------------------------------------------------ before a pause is complete
 
     async def suspend(self, devices: list[str], order: tuple[str, float]) -> None:
-        """If the driver can, suspend the kernels without a context that see one of ``devices``.
+        """Suspend the kernels that see one of ``devices`` and have no context, if the driver can.
 
-        If the broker has already asked the driver about these processes for this ``order``, it does
-        not ask again.
+        The broker tries this only once for the same ``order`` and the same processes of a kernel.
         """
         for session in [*self._core.sessions]:
             candidate = self._candidate(session, devices)
@@ -64,7 +64,8 @@ class UnleasedSuspends:
             self._tried[key] = pids
             try:
                 await self._suspend(session, *candidate)
-            # The pause continues, and the broker asks the user to restart the kernel.
+            # After an error, the pause continues. The broker then asks the user to restart the
+            # kernel.
             except Exception as error:
                 self._log.error("Session %s was not suspended: %r", session.id, error)
 
@@ -75,12 +76,12 @@ class UnleasedSuspends:
     def _candidate(
         self, session: LiveSession, devices: list[str]
     ) -> tuple[ProcessId, SessionRecord] | None:
-        """Return the process and record of a session if it should be suspended, or None.
+        """Return the process and the record of a session that the pause must suspend, or None.
 
         Such a session has no lease and no suspended state, and sees one of ``devices``.
         """
-        # This call updates the devices that the session sees. The commit before the suspend writes
-        # them to the journal.
+        # This call updates ``record.bound``, the devices that the session sees. ``_suspend`` writes
+        # them to the journal before it calls the driver.
         self._activity.settle(session)
         record = self._core.record(session.id)
         if record is None or record.state not in WAITS or record.suspended:
@@ -114,7 +115,8 @@ class UnleasedSuspends:
             now = self._core.record(session.id)
             done = now is not None and now.suspended == state
             if not done:
-                # During the suspend, the pool has given the session a slice.
+                # The pool has given the session a slice during the suspend, so the session must
+                # run.
                 await self._restored(session)
                 return
             self._core.dirty(session.id)
@@ -127,9 +129,10 @@ class UnleasedSuspends:
     # ------------------------------------------------------------------ after the pause
 
     async def resume(self) -> None:
-        """Restore the kernels that were suspended for a pause, except those that wait for a slice.
+        """Restore the detached kernels that were suspended for a pause.
 
-        The broker restores a waiting kernel when the kernel gets its slice.
+        A kernel that waits for a slice stays suspended. The broker restores it when it gets the
+        slice.
         """
         for session in [*self._core.sessions]:
             record = self._core.record(session.id)

@@ -1,3 +1,3 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Messages to the broker, by sender, and the answers to them."""
+"""Handles the messages to the broker. Most modules are for the messages of one kind of sender."""

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """What an admin may do to any session: recall its slice, change its class, end it.
 
-The broker checks each order against the peer's credentials, writes it to the log and to the journal
-with the admin's name, and tells the session's owner about it.
+For each order, the broker checks that the sender is an admin. It writes the order and the admin's
+name to the log and to the journal, and tells the session's owner about the order.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ class AdminMessages:
         )  # fmt: skip
 
     def _order(self, connection: Connection, message: Message) -> tuple[LiveSession, str, str]:
-        """Return the session, the admin's name, and the reason as the end of a sentence."""
+        """Return the session, the admin's name and the reason; refuse a sender who is no admin.
+
+        The reason is text for the end of a sentence: ``: REASON``, or "" without a reason.
+        """
         peer = connection.peer
         if not self._configuration.access.is_admin(peer):
             raise RefusedError(
@@ -146,7 +149,8 @@ class AdminMessages:
 def read_minutes(message: Message) -> float | None:
     """Return the minutes of a ``recall``; None if it cancels an earlier recall.
 
-    A message without a number of minutes must not take a slice back, so this function refuses it.
+    This function refuses a message with neither minutes nor ``cancel``, because such a message must
+    not take a slice back.
     """
     minutes, cancel = message.get("minutes"), bool(message.get("cancel"))
     if cancel and minutes is None:

@@ -67,8 +67,8 @@ class AgentMessages:
             session.grace = None
         session.connect_agent(connection)
         _note_cuda(session, message.get("cuda"))
-        # Keep the holds for which the agent still waits, because the agent asks for them again. The
-        # holds of the guard and of members stay, too.
+        # The agent reports its own holds. Three other kinds of holds must stay: holds for which a
+        # request still waits, the hold of the guard, and the holds of members.
         waiting = tuple(
             hold
             for hold in self._lifecycle.record(session).holds
@@ -92,7 +92,7 @@ class AgentMessages:
         message: Message,
         holds: Sequence[Hold],
     ) -> None:
-        """Register a member, with the holds that it had before it lost the broker."""
+        """Register a member, and take the holds that it had on an earlier connection."""
         taken = {hold.id for hold in holds} & session.member_holds
         if taken:
             raise RefusedError(
@@ -152,8 +152,8 @@ class AgentMessages:
             connection.begin_wait()
             session.waits[hold] = PendingHold(connection, message.get("id"))
         elif message.get("epoch", record.epoch) != record.epoch:
-            # The agent does not know yet that its lease has ended. The hold counts, because the
-            # agent has begun a cell. Send the agent the present state of its lease.
+            # The agent does not know yet that its lease has ended, so send it the present state of
+            # the lease. The hold still counts, because the agent has begun a cell.
             self._log.warning(
                 "Session %s began a hold in epoch %s, but the present epoch is %d",
                 session.id, message.get("epoch"), record.epoch,
@@ -220,6 +220,9 @@ def _belongs(pid: int, process: ProcessId, member: bool) -> bool:
 
 
 def _note_cuda(session: LiveSession, cuda: bool | None) -> None:
-    """Store whether the agent's process uses CUDA, if no page shows this for all processes."""
+    """Store an agent's report whether its process uses CUDA, if the session has no page.
+
+    A page shows the use of CUDA for all processes of the session.
+    """
     if cuda is not None and session.page is None:
         session.cuda = cuda

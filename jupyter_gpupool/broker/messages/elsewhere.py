@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How other machines of the cluster affect the wait of a kernel here."""
+"""Tells a kernel on this machine how other machines of the cluster affect its wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class ElsewhereMessages:
     Parameters
     ----------
     look:
-        Calls the given function with the ledger's view of all machines, or with None.
+        Gets the ledger's view of all machines, and calls the given function with it. The function
+        gets None if the broker has no recent view.
     """
 
     def __init__(self, core: Core, configuration: Configuration, node: str, *, look: Look) -> None:
@@ -34,7 +35,7 @@ class ElsewhereMessages:
         self._look = look
 
     def elsewhere(self, connection: Connection, message: Message) -> None:
-        """Answer with sentences for people, and what each other machine has or lacks."""
+        """Answer with sentences for people, and with what each other machine has or lacks."""
         acting(self._core, self._configuration.access, connection, message)
         self._look(
             connection, message.get("id"),

@@ -87,15 +87,15 @@ def _standing(found: Standing) -> dict[str, Any]:
 
 
 def shares(found: tuple[tuple[str, float, float], ...]) -> list[dict[str, Any]]:
-    """Return the owner's share of the usage, and fair share, at each level of the group tree."""
+    """Return, for each level of the group tree, the owner's share of the usage and fair share."""
     return [{"of": name, "used": round(used, 4), "due": round(due, 4)} for name, used, due in found]
 
 
 def budget(found: Budget) -> dict[str, Any]:
     """Return a daily budget in GPU-seconds; ``group`` is "" for the owner's own budget.
 
-    ``left`` is what this machine may still use. ``more_elsewhere`` says whether other machines may
-    have more.
+    ``left``: the GPU-seconds that this machine may still use. ``more_elsewhere``: whether this
+    machine may still get a part of the budget from other machines.
     """
     return {
         "group": found.group,
@@ -108,7 +108,7 @@ def budget(found: Budget) -> dict[str, Any]:
 
 
 def expected(found: Expected | None) -> dict[str, float] | None:
-    """Return the two times between which a wait will probably end, on the broker's clock."""
+    """Return two times on the broker's clock; the wait will probably end between them."""
     if found is None:
         return None
     return {"since": round(found.since, 3), "until": round(found.until, 3)}

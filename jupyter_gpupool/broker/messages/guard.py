@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Requests of the guard in a session's processes: a lease for a waiting call, a larger grant.
+"""Answers the requests of the guard, which runs in the processes of a session.
 
-For each question, the thread that waits makes a new connection. When the connection ends, the
-thread has stopped waiting. All threads of a session share one hold, so together they take one place
-in the queue.
+A thread may ask for a lease, a larger grant, the devices that it sees before a lease, its page, or
+a move to its slice's device. For each request, the thread makes a new connection. When the
+connection ends, the thread has stopped waiting. All threads of a session share one hold, so
+together they take one place in the queue.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ from ..transport.connection import Connection
 #: The most threads of one session that may wait at the same time.
 MAX_GUARDS = 1000
 
-#: The questions that one session may ask in a second, and in one burst. Further questions wait.
+#: The requests that one session may send: per second, and in one burst. Further requests wait.
 QUESTIONS = 200.0, 400.0
 
 #: If the broker refuses a session twice for the same reason within this many seconds, the journal
 #: gets only the first refusal.
 SAME = 10.0
 
-#: The broker may answer a question from a read of the page that is at most this many seconds old.
+#: Before the pool decides about a ``grow`` request, the broker reads the session's page again if
+#: the last read is at least this many seconds old.
 RECENT = 0.1
 
-#: The most bytes that one question may ask for.
+#: The most bytes that one ``grow`` request may ask for.
 MAX_GROWTH = 1 << 50
 
 
@@ -75,10 +77,10 @@ class GuardMessages:
         self._landings = landings
         self._refused_growth = RefusedGrowth(pages)
         self._sessions: dict[Connection, LiveSession] = {}
-        #: For each connection that asks for growth: the id of its request to the pool.
+        #: By connection with a ``grow`` request: the id of this request in the pool.
         self._growing: dict[Connection, str] = {}
         self._asked = 0
-        #: By session: limits the number of questions that it may ask.
+        #: By session: the token bucket that limits its requests.
         self._allowance: dict[str, TokenBucket] = {}
         #: By session: its last refusal in the journal, and the loop time of that refusal.
         self._told: dict[str, tuple[str, float]] = {}
@@ -110,8 +112,8 @@ class GuardMessages:
     def page(self, connection: Connection, message: Message) -> None:
         """Restore a page that a new process did not find, and pass the page to the process.
 
-        Either a user or a logout has deleted the page, or the process is in a container, where the
-        page has no path.
+        A user or a logout has deleted the page, or the process is in a container. In a container,
+        the page has no path.
         """
         session = self._session(connection, message)
         if self._may_ask(connection, session, message, self._page_now):
@@ -156,16 +158,16 @@ class GuardMessages:
     # ------------------------------------------------------------------ the session's life
 
     def about_to_change(self) -> None:
-        """Withdraw the refused totals, because the pool may grant them after the next event."""
+        """Withdraw the refused totals, because the next event may let the pool grant them."""
         self._refused_growth.withdraw()
 
     def changed(self, session: LiveSession) -> None:
-        """Update the page after a change of state, lease or request, before the broker answers."""
+        """Update the session's page after a change of its record, and before the broker answers."""
         record = self._core.record(session.id)
         if record is None:
             return
-        # This call must come first: as soon as the gate is open, a process may ask how much memory
-        # it has.
+        # This call must come before the gate opens: a process may then ask at once how much memory
+        # is free.
         self._rooms.changed(session, record)
         attached = self._pages.follow(session, record)
         self._activity.lease(session, attached)
@@ -177,7 +179,7 @@ class GuardMessages:
             self._activity.settle(session)
 
     def ended(self, session: LiveSession, reason: str) -> None:
-        """Refuse the threads that wait for a session that has ended."""
+        """Refuse the waiting threads of a session that has ended, and remove the session's page."""
         self._allowance.pop(session.id, None)
         self._told.pop(session.id, None)
         waiting, session.guards = session.guards, {}
@@ -233,17 +235,17 @@ class GuardMessages:
         self._activity.take(session)
 
     def _home_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
-        """Choose the devices that a process sees. The process reads them in its page next."""
-        # The page already marks the asking process as one that has read its devices. But the
-        # process has not read them yet, so ``looking`` makes this call ignore the process.
+        """Choose the devices that a process sees. It reads them in its page after the answer."""
+        # The page already marks the sender as a process that has read its devices. But the sender
+        # reads them only after the answer, so ``looking=1`` leaves the sender out.
         self._settle_home(session, looking=1)
         connection.answer(message.get("id"))
 
     def request_changed(self, session: LiveSession) -> None:
         """Let the kernel's processes see as many devices as the kernel now asks for.
 
-        If a program sets ``CUDA_VISIBLE_DEVICES`` later, the guard compares its value with these
-        devices.
+        If a program sets ``CUDA_VISIBLE_DEVICES`` later, the guard compares the value of this
+        variable with these devices.
         """
         if session.page is not None:
             self._settle_home(session, looking=0)
@@ -255,8 +257,8 @@ class GuardMessages:
             return
         self._pages.set_home(session, self._homes.now(record, session.home))
         if record.state == "queued":
-            # The agent has already asked for the slice. Tell the pool the devices that the
-            # session's processes see, so that these processes can use the slice.
+            # The session already waits for a slice. Tell the pool which devices the session's
+            # processes see, so that the pool chooses a slice that they can use.
             self._activity.settle(session)
 
     def _page_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
@@ -282,10 +284,10 @@ class GuardMessages:
         self._landings.ask(connection, session, message)
 
     def _settled(self, session: LiveSession, record: SessionRecord, looking: int) -> bool:
-        """Return whether a process of the session has read its list of devices.
+        """Return whether the devices that the session's processes see must stay as they are.
 
-        ``looking`` is the number of processes that read the list at this moment. These processes do
-        not count.
+        They must stay if a process has read its list of devices. ``looking`` processes are still
+        reading the list, and do not count.
         """
         if record.suspended or record.bound:
             return True
@@ -301,8 +303,8 @@ class GuardMessages:
             )
         device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
         total += message["bytes"]
-        # The guard's totals include only the memory that the guard has charged. So the broker
-        # subtracts the other memory that the driver uses.
+        # The guard compares this total with the memory that it has charged. The slice also holds
+        # memory that the guard does not charge (``beyond``), so the broker subtracts that memory.
         beyond = session.use.beyond
         vain = max(1, total - (beyond[ordinal] if ordinal < len(beyond) else 0))
         self._asked += 1
@@ -324,9 +326,9 @@ class GuardMessages:
         self._growing[connection] = rid
         self._core.expect(rid, reply)
         # The pool needs the session's present use of memory, and the last read of the page may be a
-        # second old. But the broker does not read the page again within RECENT seconds, because the
-        # page of 256 processes takes milliseconds to read, and an application may ask hundreds of
-        # times.
+        # second old. So the broker reads the page again, but not more often than every RECENT
+        # seconds: an application may ask hundreds of times, and a page of 256 processes takes
+        # milliseconds to read.
         if self._now() - session.use.read_at >= RECENT:
             self._activity.read(session)
         self._core.handle(
@@ -358,7 +360,7 @@ class GuardMessages:
     def _may_ask(
         self, connection: Connection, session: LiveSession, message: Message, method: _Method
     ) -> bool:
-        """Return whether to handle the question now. If not, a timer handles it later."""
+        """Return whether to handle the request now. If not, a timer handles it later."""
         now = self._now()
         bucket = self._allowance.get(session.id)
         if bucket is None:
@@ -383,8 +385,8 @@ class GuardMessages:
 #: Seconds for which the guard may repeat a refusal before it asks the broker again.
 LASTS = 1.0
 
-#: The codes of refusals whose reason can end only with an event of the pool. Any other reason may
-#: end at any time.
+#: With these codes, a refusal stays right until the pool's next event. With any other code, the
+#: reason of the refusal may end at any time.
 CODES = (Code.LIMIT, Code.NO_MEMORY, Code.QUOTA)
 
 
@@ -401,7 +403,7 @@ class RefusedGrowth:
 
     def __init__(self, pages: ControlPages) -> None:
         self._pages = pages
-        #: By session and number of the device: the total from which growth is refused.
+        #: By session and device number: the smallest refused total, in bytes.
         self._totals: dict[LiveSession, dict[int, int]] = {}
 
     def refused(self, session: LiveSession, ordinal: int, total: int) -> None:

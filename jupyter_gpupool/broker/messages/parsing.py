@@ -28,7 +28,8 @@ def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
     Raises
     ------
     RefusedError
-        With code ``bad-request``. The pool decides later whether it can grant the request.
+        If a field has a wrong value (code ``bad-request``). The pool decides later whether it can
+        grant the request.
     """
     wanted: dict[str, Any] = {}
     for name in ("memory", "limit", "devices", "compute"):
@@ -84,7 +85,7 @@ def session_of(connection: Connection) -> LiveSession:
 
 
 def acting(core: Core, access: Access, connection: Connection, message: Message) -> LiveSession:
-    """Return the session that the message is about, if its sender may act on it."""
+    """Return the session of a message; refuse a sender that may not act on the session."""
     name = message.get("session")
     session = session_of(connection) if name is None else core.sessions.get(name)
     check_may_act(access, connection, session)

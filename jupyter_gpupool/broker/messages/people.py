@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Requests of people: another size, release, keep; the pool's state and history."""
+"""Handles requests of people: change, release or keep a slice; show the pool and its history."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ MAX_WATCHERS = 64
 #: last sample.
 MAX_LOOKS = 16
 
-#: A ``keep`` for more seconds than this must be a mistake, so the broker refuses it. Up to this
-#: number, the option ``max_keep`` sets the limit.
+#: The broker refuses a ``keep`` for more seconds than this as a mistake. For a shorter ``keep``,
+#: the option ``max_keep`` sets the limit.
 YEAR = 365 * 86400
 
 
@@ -87,8 +87,9 @@ class PeopleMessages:
         session = self._acting(connection, message)
         record = self._lifecycle.record(session)
         memory = read_request(record.request, message).memory
-        # The guard counts the memory in use exactly, but the broker may have read the count some
-        # time ago, at the last sample.
+        # The guard counts the memory in use exactly, but the broker's copy of the count may be as
+        # old as the last sample. So with a guard, each request for less than the slice needs a new
+        # sample.
         guarded = session.page is not None and any(memory < s.bytes for s in record.slices)
         shrinks = memory < record.footprint or guarded
         if not shrinks or len(self._looks) >= MAX_LOOKS:
@@ -225,7 +226,7 @@ class PeopleMessages:
                 connection.send_line(line)
 
     def _show_stir(self, name: str) -> None:
-        """Tell watchers of a session that the session changed without a row in the journal."""
+        """Tell the watchers that may see a session that it has changed without a journal row."""
         session = self._core.sessions.find(name) if self._watchers else None
         if session is None:
             return
@@ -235,10 +236,10 @@ class PeopleMessages:
                 connection.send_line(line)
 
     def _show_queue(self) -> int:
-        """Tell the watchers of idle sessions that the queue has changed; return their number.
+        """Tell the watchers that may see an idle session about a change of the queue.
 
-        After a change, other sessions may start or stop waiting for an idle slice. The message to a
-        watcher names one of the idle sessions that the watcher may see.
+        After the change, more or fewer sessions may wait for the slice of an idle session. The
+        message names one idle session that the watcher may see. Return the number of messages.
         """
         owners: dict[str, str] = {}
         for name, (_, idle_since) in self._core.pool.leases().items() if self._watchers else ():

@@ -40,7 +40,7 @@ class ProvisionerMessages:
     Parameters
     ----------
     environment:
-        The variables that each kernel gets from the machine besides those for its devices.
+        The environment variables that each kernel gets, without the variables for its devices.
     no_device:
         Why no device was found; "" if there are devices.
     content:
@@ -78,7 +78,8 @@ class ProvisionerMessages:
         self._environment = dict(environment)
         self._no_device = no_device
         self._content = content
-        #: Messages that a kernel may send before ``launched`` names its process.
+        #: By type of message: the method for a message that a kernel may send before its server
+        #: sends ``launched``.
         self._early: dict[str, Callable[[Connection, Message], None]] = {
             "hello": agent.hello, "attach": guard.attach,
         }  # fmt: skip
@@ -200,8 +201,8 @@ class ProvisionerMessages:
                 "request": request_to_json(request),
                 "group": owner.group,
                 "env": env,
-                # A kernel in a container needs no answer here, because the image of a container has
-                # no configuration that could differ from the broker's.
+                # None for a kernel in a container: its image has no configuration of its own that
+                # could differ from the broker's.
                 "config": None if content else self._configuration.shown(peer),
                 "pid": os.getpid(),
                 "broker": {"machine_wide": self._configuration.machine_wide},
@@ -234,8 +235,8 @@ class ProvisionerMessages:
                 next_step="Open a separate session for each process.",
             )
         if not isinstance(session.uid, int):
-            # Containers may share user ids and process numbers. Only the parents of a process show
-            # to which user it belongs.
+            # Two containers may use the same user ids and process ids. So only the ancestors of a
+            # process show to which user it belongs.
             starter = procfs.identify(peer.pid)
             if starter is None or not procfs.descends(pid, starter):
                 raise RefusedError(

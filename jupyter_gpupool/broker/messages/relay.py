@@ -17,7 +17,8 @@ from ..transport.connection import Connection
 from .guard import GuardMessages
 from .parsing import note_refusal
 
-#: Messages that change a session's request. The answer to them has the new request.
+#: Types of messages that change a session's request. The answer to such a message has the new
+#: request.
 _CHANGES = ("request", "prioritise")
 
 
@@ -37,11 +38,12 @@ class Relay:
         event: Callable[[str], e.Event],
         accepted: Callable[[], None] = lambda: None,
     ) -> None:
-        """Give the pool a request as an event; pass on the pool's answer.
+        """Give the pool a client's request as an event; send the pool's answer to the client.
 
-        ``event`` makes the event from the id of the request.
+        ``event`` gets the id of the request in the pool, and returns the event.
 
-        ``accepted`` runs before the answer is written to the journal and sent.
+        If the pool accepts the request, ``accepted`` runs before the broker commits the journal and
+        sends the answer.
         """
         request_id, rid = message.get("id"), f"r{next(self._rids)}"
 

@@ -23,23 +23,25 @@ from ..request_fields import RESULT
 from ..transport.auth import owner_of
 from ..transport.connection import Connection
 
-#: Seconds within which another machine must answer. The start of a kernel there may take 50 s.
+#: Another machine must answer an order within this many seconds. The start of a kernel on that
+#: machine may take 50 s.
 PATIENCE = 60.0
-#: MOST_OF_USER and MOST: the most orders of one user, and of all users, that may wait for their
-#: answers. MOST_HERE: the most orders of one user that this machine carries out at the same time.
+#: How many orders may wait for an answer from other machines: MOST_OF_USER orders of one user, and
+#: MOST orders of all users. MOST_HERE: how many orders of one user to this machine may be under
+#: way.
 MOST_OF_USER, MOST, MOST_HERE = 64, 1000, 8
-#: An answer to the agent is full when its credentials have this many characters. The agent gets the
-#: other orders in the next answer.
+#: An answer to the agent's ``orders`` is full when its credentials have this many characters. The
+#: agent gets the remaining orders in the next answer.
 MOST_FETCHED = 1 << 20
-#: Longest time for which the agent's request may wait.
+#: The most seconds that an ``orders`` request of the agent waits for orders.
 LONGEST = 60.0
 
 
 @dataclass(slots=True)
 class _SentOrder:
     uid: int
-    #: None after the connection has ended. An order that the agent has fetched still counts for the
-    #: user's limit until its answer comes.
+    #: The user's connection, or None if it has ended. An order without a connection still counts
+    #: for the user's limit until its answer comes, because the agent has fetched the order.
     connection: Connection | None
     request: int | None
     node: str
@@ -48,10 +50,10 @@ class _SentOrder:
 
 
 def result_text(result: Message) -> str:
-    """Return the result of an order as text for the agents, or a refusal if it is too long.
+    """Return the result of an order as text for the agents; a too long result gives a refusal.
 
-    A result may contain the log of a kernel. The user controls this text, and JSON can make it six
-    times as long.
+    A result may contain the log of a kernel. The user controls the text of the log, and its escapes
+    in JSON can make it six times as long.
     """
     try:
         text = json.dumps(result)
@@ -73,7 +75,8 @@ class RemoteMessages:
     Parameters
     ----------
     look:
-        Calls the given function with the ledger's view of all machines, or with None.
+        Gets the ledger's view of all machines, and calls the given function with it. The function
+        gets None if the broker has no recent view.
     check_agent:
         Refuses a peer that is not the cluster's agent.
     """
@@ -98,10 +101,11 @@ class RemoteMessages:
         #: Orders that the agent has not fetched yet.
         self._new: list[str] = []
         self._agent: tuple[Connection, int | None, asyncio.TimerHandle] | None = None
-        #: The connection on which the agent last asked for orders, until it ends.
+        #: The connection of the agent's last ``orders`` request, or None if this connection has
+        #: ended.
         self._link: Connection | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        #: By user: the number of orders for this machine that are being carried out.
+        #: By user: the number of the user's orders to this machine that are under way.
         self._here: Counter[int] = Counter()
 
     # ------------------------------------------------------------------ users
@@ -220,7 +224,7 @@ class RemoteMessages:
     # ------------------------------------------------------------------ the agent
 
     def orders(self, connection: Connection, message: Message) -> None:
-        """Answer with the orders for other machines, at the latest after the agent's ``wait``."""
+        """Answer with the orders for other machines; wait at most ``wait`` seconds for one."""
         self._check_agent(connection)
         self._release_agent()
         wait = min(max(float(message.get("wait", 0.0)), 0.0), LONGEST)
@@ -256,7 +260,7 @@ class RemoteMessages:
             self._release_agent()
 
     def _release_agent(self) -> None:
-        """Answer the agent's waiting request with the orders that it has not fetched."""
+        """Answer the agent's waiting ``orders`` request with the orders that are new."""
         if self._agent is None:
             return
         (connection, request, timer), self._agent = self._agent, None

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The table of messages and their methods; accepts or refuses connections, and ends them."""
+"""Passes each message to its method; accepts, refuses and ends connections."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from .elsewhere import ElsewhereMessages
     from .remote import RemoteMessages
 
-#: One user may have 8 connections for each allowed session, and at most a quarter of all
-#: connections.
+#: One user may have 8 connections for each allowed session, and at least 1000. If the broker serves
+#: all users of the machine, one user may have at most a quarter of all connections.
 CONNECTIONS_PER_SESSION, USERS_SHARE = 8, 4
 
-#: Types of the first message that a session's own process may send.
+#: A process of a session may send these types of messages on a new connection. The session that the
+#: message names then counts the message.
 _OF_PROCESSES = frozenset({"hello", "attach", "grow"})
 
 
@@ -158,7 +159,7 @@ class Router:
             self._start_record.served()
 
     def disconnected(self, connection: Connection) -> None:
-        """End the waits, requests and unlaunched sessions of a connection that has ended."""
+        """After the end of a connection, end its waits, requests, and sessions without a kernel."""
         self._core.touched()
         self._connections.discard(connection)
         self._people.gone(connection)

@@ -73,7 +73,7 @@ class Snapshots:
         self._journal_note = journal_note
 
     def limits(self, owner: Owner) -> dict[str, Any]:
-        """Return a session's limits for ``owner``: ``memory`` per device, number of ``devices``."""
+        """Return the limits of one session of ``owner``; ``memory`` is the limit on each device."""
         settings, devices = self._core.pool.settings, self._core.pool.device_views()
         return {
             "memory": MostMemory(settings, devices).of(owner, 1),
@@ -96,7 +96,7 @@ class Snapshots:
         }
 
     def status(self, peer: Peer) -> dict[str, Any]:
-        """Return the rest of ``status`` as ``peer`` may see it, without :meth:`broker`."""
+        """Return all of ``status`` except the part of :meth:`broker`, as ``peer`` may see it."""
         self._memberships.learn_soon(peer.uid)
         view = self._core.view()
         settings, most = view.settings, MostMemory(view.settings, view.devices)
@@ -283,9 +283,10 @@ class Snapshots:
         return sum(session.use.counted.values())
 
     def _slices(self, session: LiveSession, view: SessionView) -> list[dict[str, Any]]:
-        """Return the session's bytes on each device, granted and used (counted or measured).
+        """Return the granted bytes and the used bytes of the session on each device.
 
-        Call this after :meth:`_used`, which reads the guard's count.
+        The used bytes come from the guard's count, or from the last sample if the session has no
+        guard. Call this after :meth:`_used`, because that method reads the guard's count.
         """
         record = view.record
         found: Mapping[str, int] = view.footprints
@@ -304,7 +305,7 @@ class Snapshots:
 
 
 class Standings:
-    """What users and their groups have used, and their shares. Each result is computed once.
+    """Computes the usage and the shares of users and their groups, once for each owner.
 
     Only the user ``viewer`` gets shares and budgets, because a share shows how much all other users
     have used.
@@ -319,10 +320,11 @@ class Standings:
         self._known: dict[Owner, dict[str, Any]] = {}
 
     def of(self, owner: Owner) -> dict[str, Any]:
-        """Return ``usage`` and ``group_usage`` (null without a group), and more for the viewer.
+        """Return the usage of an owner and, for the viewer, also shares and budgets.
 
-        The viewer also gets ``share``, ``budgets``, and both of them as lines for people
-        (``standing``).
+        The fields are ``usage``, ``group_usage`` (None if the owner has no group), ``share``,
+        ``budgets`` and ``standing``. ``standing`` has the shares and the budgets as lines for
+        people. For all owners but the viewer, the last three fields are empty.
         """
         found = self._known.get(owner)
         if found is None:
@@ -351,9 +353,9 @@ _NO_USAGE = Usage()
 
 
 def _figures(usage: Usage, daily: Daily | None) -> dict[str, Any]:
-    """Return GPU-seconds: the decayed usage, the usage of today, and the daily budget.
+    """Return the decayed usage, the usage of today and the daily budget, in GPU-seconds.
 
-    If all machines share the budget, the budget is None, because this machine knows only its own
+    The budget is None if the cluster's machines share it, because this machine knows only its own
     usage.
     """
     return {
@@ -374,8 +376,8 @@ class MostMemory:
         self._known: dict[tuple[str, int], int | None] = {}
 
     def of(self, owner: Owner, devices: int) -> int | None:
-        """Return the bytes on each of ``devices`` devices; None if the pool grants no size."""
-        # All users without a quota of their own have the same quota.
+        """Return the most bytes per device for ``devices`` devices; None if no size is possible."""
+        # All users without a quota of their own have the same quota, so they share one entry.
         key = (owner.name if owner.name in self._settings.quotas else ""), devices
         if key not in self._known:
             self._known[key] = most_memory(
@@ -407,8 +409,8 @@ def measured(record: SessionRecord, cuda: bool | None) -> int | None:
     return None
 
 
-#: Seconds for which the broker repeats an answer. After that, the answer's times and the guards'
-#: counts are too old.
+#: The broker may send the same answer again for this many seconds. After that, the times and the
+#: guards' counts in the answer are too old.
 LASTS = 0.25
 
 #: The number of viewers whose last answer the broker keeps.
@@ -426,7 +428,7 @@ class _StatusText:
 
 
 class StatusAnswers:
-    """Encoded answers to ``status``: one for each viewer, until the pool changes."""
+    """Keeps the last encoded answer to ``status`` of each viewer, until the pool changes."""
 
     def __init__(self, core: Core, snapshots: Snapshots) -> None:
         self._core = core

@@ -32,13 +32,15 @@ from .control import CLOSED, OPEN, PAUSED, UNUSED, ControlPages
 #: The hold that stands for the CUDA activity of a session. Agents may not use this name.
 DEVICE_HOLD = "device"
 
-#: Seconds between two rounds of reading the gates.
+#: Seconds between two rounds. A round reads the gate of each attached session.
 LOOK = 0.25
 
-#: Seconds between the two reads of a kernel's page after its last cell.
+#: If no cell runs any more, the broker reads the kernel's page twice. This is the number of seconds
+#: between the two reads.
 SETTLE = 0.02
 
-#: Seconds without a CUDA call after which a graph that is being recorded counts as abandoned.
+#: A session may record a graph and make no CUDA call. After this many seconds, the recording counts
+#: as abandoned.
 ABANDONED = 120.0
 
 #: Seconds for which a read of a session's page stays valid: STALE for a busy session, REST for an
@@ -72,7 +74,8 @@ class Activity:
         self._pages = pages
         self._configuration = configuration
         self._now = asyncio.get_running_loop().time
-        #: Whether a session waited in the last round, so that a session in use may be preempted.
+        #: Whether another session waited in the last round and the pool may preempt a session in
+        #: use for it.
         self._contended = False
 
     @property
@@ -81,11 +84,11 @@ class Activity:
         return self._configuration.settings.quiet_after
 
     def lease(self, session: LiveSession, attached: bool) -> None:
-        """Read a session's page from now on if it has a lease; otherwise stop reading it."""
+        """Read a session's page in the rounds if the session has a lease; otherwise stop that."""
         if attached and session.page is not None:
             if session.id not in self.attached:
                 self.attached[session.id] = session
-                # A session that has just got its lease is about to use it.
+                # The session is about to use its new lease, so count it as busy now.
                 session.use.busy_at = session.use.looked_at = self._now()
         elif self.attached.pop(session.id, None) is not None:
             session.use.counted = {}
@@ -99,10 +102,10 @@ class Activity:
     def _watch_for_calls(self, session: LiveSession) -> None:
         """Check later whether a session that lost its slice while in use still wants a slice.
 
-        The rounds do not read the page of a session without a slice. So this check comes after
-        ``quiet_after`` seconds, the time after which an attached session without calls counts as
-        idle. If no call of the session waits at the gate at that time, the session counts as idle,
-        and the pool does not restore it.
+        This check is necessary because the rounds do not read the page of a session without a
+        slice. It comes after ``quiet_after`` seconds, because an attached session without calls
+        also counts as idle after this time. If no call of the session waits at the gate at the time
+        of the check, the session counts as idle, and the pool does not restore it.
         """
         asyncio.get_running_loop().call_later(self.quiet_after, self._still_wanted, session)
 
@@ -137,7 +140,10 @@ class Activity:
         return not (reading.inflight or reading.waiting or reading.captures)
 
     def go_on(self, session: LiveSession, quiet_for: float) -> None:
-        """Restore the hold of a session that last used its device ``quiet_for`` seconds ago."""
+        """Restore the hold of an earlier broker's session.
+
+        The session last used its device ``quiet_for`` seconds ago.
+        """
         session.use.held = True
         session.use.busy_at = self._now() - quiet_for
 
@@ -201,7 +207,10 @@ class Activity:
     # ------------------------------------------------------------------ the rounds
 
     def look(self, session: LiveSession, elapsed: float = LOOK) -> Seen:
-        """Read a session's page, ``elapsed`` seconds after the last time, and tell the pool."""
+        """Read a session's page in a round, and tell the pool about a change of its use.
+
+        ``elapsed`` is the number of seconds since the last round.
+        """
         now, use = self._now(), session.use
         if use.contended is not self._contended:
             use.contended = self._contended
@@ -231,9 +240,10 @@ class Activity:
         return _NOTHING
 
     def begin_round(self) -> None:
-        """Note whether the pool may preempt sessions in use.
+        """Store whether the pool may preempt a session in use because another session waits.
 
-        If it may, the guards of these sessions limit what the sessions submit.
+        If it may, :meth:`look` writes this into the pages. The guards then limit how much work the
+        sessions submit.
         """
         self._contended = bool(self._core.pool.settings.preempt) and self._core.anybody_waits()
 
@@ -251,7 +261,7 @@ class Activity:
             self.take(session)
 
     def take(self, session: LiveSession) -> None:
-        """Take the hold.
+        """Take the session's hold for CUDA activity, :data:`DEVICE_HOLD`.
 
         If the session has no lease, the pool counts the hold as a request for a lease.
         """
@@ -267,9 +277,9 @@ class Activity:
     def bound(self, session: LiveSession) -> tuple[str, ...]:
         """Return the devices to which processes of a session without a lease are bound.
 
-        cuInit needs no lease. It binds a process to the session's home devices of that moment. The
-        result is () if no process has called cuInit, or if the pool has already set the session's
-        devices.
+        cuInit needs no lease. It binds a process to the devices that are the session's home devices
+        at the time of the call. The result is () if no process has called cuInit, or if the pool
+        has already set the session's devices.
         """
         record = self._core.record(session.id)
         if record is None or record.state not in ("detached", "queued") or record.suspended:
@@ -280,7 +290,8 @@ class Activity:
         if reading is None or not reading.cuda:
             return ()
         known = {device_name(device.uuid): device.uuid for device in self._core.pool.devices()}
-        # For each home device of the session: the device that a process sees instead, if any.
+        # For each home device of the session, take the device that a process sees in its place. If
+        # no process does, take the home device.
         seen = [
             next((known[slot.sees[i]] for slot in reading.slots if slot.sees[i] in known), home)
             for i, home in enumerate(session.home[:DEVICES])
@@ -296,11 +307,12 @@ class Activity:
             )
 
     def cell_over(self, session: LiveSession) -> None:
-        """Count a session as idle after its last cell. The policy ``lazy`` does not need this.
+        """Drop the hold of a session after its last cell, if no call uses the device.
 
-        Without this method, the session would keep its slice for ``quiet_after`` seconds after its
-        last call. If a thread still makes calls, the next round sees the calls. If the pool takes
-        the slice before that round, the check before the suspend sees them.
+        With the policy ``lazy``, this method does nothing. Without this method, the session would
+        keep its slice for ``quiet_after`` seconds after its last call. If a thread still makes
+        calls, the next round sees the calls. If the pool takes the slice before that round, the
+        check before the suspend sees them.
         """
         record = self._core.record(session.id)
         if record is None or record.attach == "lazy" or not session.use.held:
@@ -312,11 +324,12 @@ class Activity:
             self.drop(session)
 
     def resting(self, session: LiveSession) -> None:
-        """Count a session without a running cell as idle, if it computes nothing.
+        """Drop the hold of a session without a running cell, if no call uses the device.
 
-        If other sessions wait, the agent reports that no cell runs. A thread of the cell may still
-        run, and may be between two calls. So the broker reads the page again SETTLE seconds later.
-        If the thread makes a call in this time, the session stays busy until a round finds it idle.
+        The agent reports that no cell runs, because other sessions wait. But a thread that the cell
+        started may still run, and may be between two calls. So the broker reads the page again
+        SETTLE seconds later. If the thread makes a call in this time, the session stays busy until
+        a round finds it idle.
         """
         if session.use.held and not self._occupied(session):
             self._touched(session)
@@ -329,7 +342,10 @@ class Activity:
             self.drop(session)
 
     def _occupied(self, session: LiveSession) -> bool:
-        """Return whether a call is inside the driver, or waits, or a graph is being recorded."""
+        """Return whether a call is inside the driver or waits, or a graph is being recorded.
+
+        If the page cannot be read, the result is True.
+        """
         reading = self.read(session)
         if reading is None:
             return True
@@ -348,7 +364,7 @@ class Activity:
 #: A pause of a gate ends after this many time slices, even if the broker has died.
 PAUSE = 2
 
-#: Time slices without contention after which the broker stops time slicing.
+#: The broker stops time slicing after this many time slices in a row without contention.
 CALM = 10
 
 
@@ -356,9 +372,9 @@ class TimeShare:
     """Reads the attached sessions' pages in rounds; gives time slices while sessions contend.
 
     ``pool/timeslice.py`` decides which sessions contend, and which of them gets the next time
-    slice. This class opens and pauses gates, and measures the use. It pauses a gate only if several
-    sessions that contend were busy in one round. In all other cases, the driver shares the device
-    well enough, and without gaps.
+    slice. This class opens and pauses gates, and measures for how long each session uses its
+    device. It pauses a gate only if at least two sessions that contend were busy in the same round.
+    In all other cases, the driver shares the device well enough, and without gaps.
 
     The page says when a pause ends (``pause_until``), so a session can go on even if the broker
     dies.
@@ -422,7 +438,7 @@ class TimeShare:
             self._consider(busy)
 
     def _consider(self, busy: Iterable[LiveSession]) -> None:
-        """Begin time slicing if these sessions, busy in the last round, contend."""
+        """Begin time slicing if the sessions that were busy in the last round contend."""
         records = [self._core.record(session.id) for session in busy]
         contenders = [_contender(record, busy=True) for record in records if record is not None]
         if contended_devices(contenders):
@@ -451,8 +467,9 @@ class TimeShare:
             record = self._core.record(session.id)
             if record is None or session.id not in self._activity.attached:
                 continue
-            # A session that only waits for its time slice uses nothing. A session uses the device
-            # if its call continues during another session's time slice.
+            # Count the time of a session whose call continues during another session's time slice,
+            # because the call uses the device. Do not count a session that only waits for its time
+            # slice.
             if seen.touched or seen.inflight:
                 self._used[session.id] = self._used.get(session.id, 0.0) + elapsed
             used = self._used.get(session.id, 0.0)

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Makes the sessions' shared pages, keeps them equal to the pool's records, removes them.
 
-Each session that runs under the guard has one small file in a folder of this broker. The guard in
-the session's processes reads in this file what it may do. The guard sends a message only when the
-gate is closed or memory is short. If a user damages a page, the broker gives the page up: that
-session goes on without the page's functions, and other sessions are not affected.
+Each session that runs under the guard has one small file in a folder of this broker. The guard runs
+in the session's processes, and reads in this file what they may do. It sends a message only when
+the gate is closed or memory is short. If a user damages a page, the broker stops using the page:
+its session goes on without a page, and other sessions are not affected.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ __all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "ControlPages", "environment", 
 #: The folder of shared memory, if the machine has it.
 SHARED_MEMORY = Path("/dev/shm")
 
-#: The file in a folder of pages that names the socket and the PID namespace of their broker.
+#: The name of a file in each folder of pages. The file has the socket and the PID namespace of the
+#: broker that uses the folder.
 SOCKET_FILE = "socket"
 
 _SUFFIX = ".page"
@@ -90,7 +91,7 @@ class ControlPages:
     # ------------------------------------------------------------------ life
 
     def make_folder(self) -> None:
-        """Make the folder if necessary; write the broker's socket into it (see ``store/files``).
+        """Make the folder if necessary, and its file that names the socket (see ``store/files``).
 
         Raises
         ------
@@ -104,7 +105,7 @@ class ControlPages:
                 mark.write_text(f"{self._socket}\n{local_machine.pid_namespace()}")
 
     def _make_folder_of(self, path: Path) -> None:
-        """Make the folder of a page, which may be the folder of an earlier broker."""
+        """Make the folder of a page: this broker's folder, or that of an earlier broker."""
         if path.parent == self.folder:
             self.make_folder()
         else:
@@ -113,7 +114,7 @@ class ControlPages:
     def create(self, session: LiveSession, devices: Sequence[str], limit: int) -> Path:
         """Make the page of a new session, with a closed gate.
 
-        ``devices`` are the devices that its processes see before its first lease.
+        ``devices`` are the devices that the session's processes see before the first lease.
 
         Raises
         ------
@@ -132,10 +133,10 @@ class ControlPages:
         return path
 
     def adopt(self, session: LiveSession, *, used: bool) -> None:
-        """Open the page of a session that an earlier broker made, if it had one.
+        """Open the page that an earlier broker made for a session, if the session has a page.
 
-        ``used`` says whether the session has already used a device. If so, a new page cannot
-        replace a lost page.
+        ``used`` says whether the session has already used a device. If it has, this method does not
+        replace a lost page by a new one.
         """
         path = self._place(session)
         try:
@@ -148,8 +149,9 @@ class ControlPages:
                     self._log.error("Session %s goes on unguarded: no page at %s", session.id, path)
                 return
             if session.page.gate() == PAUSED:
-                # A dead broker paused the gate for a time slice, and this pause is over. Calls do
-                # not change a paused gate, so without this line the session would always look idle.
+                # An earlier broker paused the gate for a time slice and died; the pause is over.
+                # Calls do not change a paused gate, so without this line the session would always
+                # look idle.
                 session.page.set_gate(UNUSED)
         except (OSError, PageError) as error:
             self._log.error("Session %s goes on unguarded: %s", session.id, error)
@@ -163,12 +165,12 @@ class ControlPages:
         page.set_policy(managed=managed, context_bytes=self.context_bytes)
 
     def _place(self, session: LiveSession) -> Path:
-        """Return the path of a session's page. The session's processes know this path.
+        """Return the path of a session's page, as the session's processes know it.
 
         A broker of another version or at another socket may have made the page in another folder.
-        The kernel's environment names the path of the page. If the kernel and the broker belong to
-        different users, the broker accepts this path only if it is in the shared-memory folder of
-        this socket. An earlier broker at this socket may have used that folder.
+        The kernel's environment has this path. If the kernel and the broker belong to different
+        users, the broker accepts the path only in one folder: the folder in shared memory for this
+        socket, which an earlier broker may have used.
         """
         path = self._path(session)
         if os.path.lexists(path):
@@ -180,10 +182,11 @@ class ControlPages:
         return named if session.uid == os.geteuid() or named.parent == once else path
 
     def _find(self, session: LiveSession, path: Path, used: bool) -> Page | None:
-        """Return the deleted page of a session; None if it had no page, or if the page is lost.
+        """Restore the deleted page of a session; return None if that is not possible.
 
-        This method makes a new page only if no process can have the old page. Two pages would split
-        the session's accounts.
+        It is not possible if the session had no page or belongs to another user, or if the page is
+        lost. This method makes a new page only if no process can have the old page, because two
+        pages would split the session's accounts.
         """
         if session.uid != os.geteuid() or _named_page(session) != path:
             return None
@@ -263,14 +266,14 @@ class ControlPages:
                     path.unlink(missing_ok=True)
 
     def path_of(self, name: str) -> Path:
-        """Return the path of the page of session ``name``, which need not exist."""
+        """Return the path for the page of session ``name``, even if the page does not exist."""
         return self.folder / f"{name}{_SUFFIX}"
 
     def _path(self, session: LiveSession) -> Path:
         return self.path_of(session.id)
 
     def close(self) -> bool:
-        """Forget the pages; remove the folder and return True if no session needs it any more."""
+        """Close the pages. If no session has a page, remove the folder and return True."""
         empty = True
         for session in self._sessions:
             if session.page is not None:
@@ -285,8 +288,9 @@ class ControlPages:
     def follow(self, session: LiveSession, record: SessionRecord) -> bool:
         """Write the record into the page; return whether the page shows a lease now.
 
-        During a suspend, the suspend itself sets the gate. This method does not change a gate that
-        is open, or that is paused for a neighbour's time slice.
+        With a lease, this method opens a closed gate. It does not change an open gate, or a gate
+        that is paused for the time slice of another session. During a suspend it changes nothing,
+        because the suspend sets the gate.
         """
         page = session.page
         if page is None:
@@ -350,7 +354,7 @@ class ControlPages:
                 self._damaged(session, error)
 
     def set_contended(self, session: LiveSession, contended: bool) -> None:
-        """Write into the page whether another session waits for memory that this session has."""
+        """Write into the page whether the pool may preempt the session for a waiting session."""
         if session.page is not None:
             try:
                 session.page.set_contended(contended)
@@ -373,8 +377,8 @@ class ControlPages:
         except (OSError, PageError) as error:
             self._damaged(session, error)
             return None
-        # A page may contain anything, for example the same process 256 times. In a set, each
-        # process occurs only once.
+        # A page may contain anything, for example the same process 256 times. So put the processes
+        # into a set, where each occurs only once.
         known = {ProcessId(slot.pid, slot.start_time) for slot in reading.slots}
         here = self._translation.here(session, known)
         there = tuple(
@@ -385,15 +389,15 @@ class ControlPages:
         return replace(reading, slots=there)
 
     def translated(self, session: LiveSession, number: int, beside: int) -> int:
-        """Return the process id, in this namespace, of process ``number`` of another namespace.
+        """Translate process id ``number`` from the PID namespace of process ``beside`` to ours.
 
-        Process ``beside`` is in the other namespace. The result is 0 if this namespace has no
-        process ``number``, or if the session asks too often.
+        The result is the id of the process in the broker's namespace. It is 0 if no such process is
+        in this namespace, or if the session asks too often.
         """
         return self._translation.number(session, number, beside)
 
     def set_vain(self, session: LiveSession, totals: Sequence[int], until: int) -> None:
-        """Write the smallest totals to which the guard refuses growth.
+        """Write, for each device, the smallest total to which the guard refuses growth.
 
         If ``totals`` is (), the guard asks the broker each time.
         """
@@ -406,11 +410,11 @@ class ControlPages:
     def moved(
         self, session: LiveSession, suspended: Sequence[ProcessId], moves: Mapping[str, str]
     ) -> None:
-        """After a restore on other devices, write which devices the suspended processes see now.
+        """Write into the page which devices the processes see after a restore on other devices.
 
-        A process with a context moves with its session. A process without a context moves, too, if
-        the driver has state of it. But its slot still names the devices that it saw before the
-        suspend, so this method changes the slot.
+        The restore moves all suspended processes, with or without a context. The slot of a process
+        without a context still names the devices that the process saw before the suspend, so this
+        method changes the slot.
         """
         reading = self.read(session) if moves else None
         names = {device_name(old): device_name(new) for old, new in moves.items()}
@@ -422,10 +426,10 @@ class ControlPages:
                         session.page.set_sees(slot, sees)
 
     def set_aside(self, session: LiveSession) -> bool:
-        """Make the queries of processes without a context wait; return whether this succeeded.
+        """Make the driver queries of processes without a context wait; return whether they wait.
 
-        This method fails if the broker is moving a process. All other calls of the processes wait
-        at the closed gate.
+        They do not if the broker is moving a process, or if the page cannot be read. All other
+        calls of the processes wait at the closed gate.
         """
         reading = self.read(session)
         for slot in reading.slots if reading is not None else ():
@@ -473,10 +477,10 @@ def environment(directory: Path, page: Path, base: Mapping[str, str], home: str)
 def page_folder(socket: Path, *, machine_wide: bool, shared: Path = SHARED_MEMORY) -> Path:
     """Return the folder for the pages of the broker at ``socket``; make it if necessary.
 
-    The folder is in shared memory. If there is no shared memory, or if another user has a file of
-    that name there, the folder is beside the socket. The folder of the machine's broker is always
-    beside its socket, below ``/run``. Any user may fill shared memory, and logind deletes a user's
-    files in it at the last logout.
+    The folder is in shared memory. If the machine has no shared memory, or if another user has made
+    a file with the folder's name in it, the folder is beside the socket. The folder of the
+    machine's broker is always beside its socket, below ``/run``. Any user may fill shared memory,
+    and logind deletes a user's files in it at the last logout.
 
     Raises
     ------
@@ -504,7 +508,7 @@ def _version(folder: Path) -> tuple[int, int]:
 
 
 def _named_page(session: LiveSession) -> Path | None:
-    """Return the path of the page in the variables of the session's kernel, or None."""
+    """Return the path of the page that the environment of the session's kernel names, or None."""
     if session.process is None:
         return None
     named = procfs.variables(session.process.pid, ["GPUPOOL_PAGE"])
@@ -512,7 +516,7 @@ def _named_page(session: LiveSession) -> Path | None:
 
 
 def own_folder(path: Path, mode: int) -> Path:
-    """Return the folder ``path`` with this mode; make it if necessary.
+    """Make the folder ``path`` if necessary, set its mode, and return its path.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Two figures in each page: the devices that a kernel sees, and how much its grant could grow."""
+"""Writes two hints into each page: the devices that a kernel sees, and its grant's room to grow."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Rooms:
         self._pages = pages
         self._activity = activity
         #: ``_slices`` has the slices of each attached session at the last change. ``_growing`` has
-        #: the slices and the limit of each session whose grant can grow. No other session has a
-        #: figure.
+        #: the slices and the limit of each session whose grant can grow. Only these sessions have a
+        #: figure in their pages.
         self._slices: dict[str, tuple[Slice, ...]] = {}
         self._growing: dict[str, tuple[tuple[Slice, ...], int]] = {}
         #: By session: the figure in its page.
@@ -46,7 +46,7 @@ class Rooms:
         self._later: asyncio.Handle | None = None
 
     def changed(self, session: LiveSession, record: SessionRecord) -> None:
-        """Write the figure of a changed session now, and the figures of all others soon."""
+        """Write the figure of one session at once, and the figures of all other sessions soon."""
         slices = record.slices if record.state in ATTACHED else ()
         if slices:
             self._tell(session, slices, record.request.limit)
@@ -108,7 +108,7 @@ def _can_grow(slices: tuple[Slice, ...], limit: int) -> bool:
 
 
 class Homes:
-    """Chooses the devices that kernels see before they have a slice, by :mod:`...pool.unasked`."""
+    """Chooses, with :mod:`...pool.unasked`, the devices that kernels see before a lease."""
 
     def __init__(self, core: Core, pages: ControlPages, activity: Activity) -> None:
         self._core = core
@@ -116,7 +116,7 @@ class Homes:
         self._activity = activity
 
     def first(self, request: Request) -> tuple[str, ...]:
-        """Return the devices that a new kernel sees. Its first attach may change them."""
+        """Return the devices that a new kernel sees. The kernel's first attach may change them."""
         return home_devices(
             self._core.pool.device_views(),
             self._kernels(),
@@ -133,7 +133,7 @@ class Homes:
         )  # fmt: skip
 
     async def refresh(self) -> None:
-        """If a kernel has not called cuInit, let it see devices that have room for it."""
+        """Show each kernel that has not called cuInit the devices that now have room for it."""
         devices, kernels = self._core.pool.device_views(), self._kernels()
         pace = Pace()
         for session in [*self._core.sessions]:

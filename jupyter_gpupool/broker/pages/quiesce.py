@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """Wait until no thread that passed the open gate is still on its way into the driver.
 
-The guard does not count launches, because counting the beginning and the end of each launch would
-cost more than the test of the gate. It does not count other calls that only pass the gate, either.
-So a thread may find the gate open, lose its processor, and enter the driver long after the gate was
-closed. If the thread enters before the broker locks the driver for the suspend, the lock waits for
-the thread's call. If the thread enters after the lock, the driver blocks the thread, and no process
-asks for a lease for this thread.
+The guard does not count how many launches are inside the driver, because a count at the beginning
+and the end of each launch would cost more than the test of the gate. The same is true for all other
+calls that only pass the gate. So a thread may find the gate open, lose its processor, and enter the
+driver long after the gate was closed. If the thread enters before the broker locks the driver for
+the suspend, the lock waits for the thread's call. If the thread enters after the lock, the driver
+blocks the thread. The thread has already passed the gate, so its guard does not ask for a lease.
 
 So the broker gives each thread the time to enter the driver, as RCU does with its grace periods.
 The way from the gate into the driver is a few instructions long, and no thread sleeps on this way.
@@ -23,21 +23,22 @@ from typing import Callable, Iterable
 from ... import procfs
 from ...guard.page import Reading
 
-#: After the gate is closed: seconds within which calls inside the driver must return, and seconds
-#: between two checks.
+#: DRAIN: after the gate is closed, all calls inside the driver must return within this many
+#: seconds. DRAIN_POLL: seconds between two checks.
 DRAIN, DRAIN_POLL = 1.0, 0.003
 
 #: Nanoseconds of run time after which a thread must have left the way. The way takes only a few
 #: nanoseconds, but the kernel updates the run time only once per tick.
 PASSED = 10_000_000
 
-#: POLL: seconds between two checks. LONGEST: seconds to wait for a thread. If a thread gets no
-#: processor for this long, the machine is overloaded, and the broker does not suspend the process.
+#: POLL: seconds between two checks. LONGEST: the most seconds to wait for a thread. If a thread
+#: gets no processor for this time, the machine is overloaded, and the broker does not suspend the
+#: process.
 POLL, LONGEST = 0.002, 1.0
 
 
 def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
-    """Return the threads (process, thread) that may be on the way, with their run time so far (ns).
+    """Return the run time (ns) of each thread that may be on the way, by process and thread id.
 
     The result leaves out sleeping and ended threads.
     """
@@ -81,8 +82,8 @@ async def quiesce(pids: Iterable[int], patience: float = LONGEST) -> bool:
 
     Return False if a thread may still be on its way after ``patience`` seconds.
     """
-    # The search runs in a thread, because there may be thousands of threads to look at, and even
-    # more if somebody has forged a page.
+    # Search in a new thread, because the search takes long if the processes have thousands of
+    # threads. A forged page may name even more.
     waiting = await asyncio.to_thread(on_the_way, tuple(pids))
     loop = asyncio.get_running_loop()
     give_up = loop.time() + patience

@@ -59,7 +59,8 @@ class GuardSetup:
                 self._link()
             except (OSError, GPUPoolError) as error:
                 problem = self._unguardable = str(error)
-        #: Whether kernels of this broker run under the guard on some device, and if not, why.
+        #: ``guarded``: whether new kernels can run under the guard. ``problem``: if they cannot,
+        #: why.
         self.guarded = guarded and not problem
         self.problem = problem
         if self.attach[1]:
@@ -67,9 +68,9 @@ class GuardSetup:
 
     @property
     def attach(self) -> tuple[AttachPolicy, str]:
-        """The attach policy of a session that names no policy.
+        """The attach policy of a session that names no policy, and a reason.
 
-        If this is not the configured policy, the second value says why; otherwise it is "".
+        If the configured policy cannot be used, the reason says why; otherwise it is "".
         """
         configured = self._configuration.settings.attach
         return usable_attach(configured, self.guarded, self.problem)
@@ -77,7 +78,7 @@ class GuardSetup:
     def environment(
         self, session: LiveSession, base: Mapping[str, str], limit: int
     ) -> dict[str, str]:
-        """Make the page of a new session; return its variables for the guard, added to ``base``.
+        """Make the page of a new session; return the variables to add to ``base`` for the guard.
 
         The result is {} if the session runs without the guard.
 
@@ -110,7 +111,7 @@ class GuardSetup:
         return {}
 
     def without(self, session: LiveSession) -> dict[str, str]:
-        """Let a session run without the guard, because it is too late to load it; return {}.
+        """Let a session run without the guard, which its program can no longer load; return {}.
 
         Raises
         ------
@@ -145,7 +146,7 @@ class GuardSetup:
             self._link()
 
     def close(self) -> None:
-        """Forget the pages; remove their folder and the links if no session needs them."""
+        """Close the pages. If no session has a page, remove the pages' folder and the links."""
         if self._pages.close():
             shutil.rmtree(self._links, ignore_errors=True)
 

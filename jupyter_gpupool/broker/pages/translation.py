@@ -18,16 +18,16 @@ from ..ratelimit import TokenBucket
 from ..sessions import LiveSession
 from ..transport.auth import User
 
-#: One session may cause this many scans of all processes of the machine: per second, and in one
-#: burst. A forged page may name new false processes at each read, and each scan delays the event
-#: loop by 20 to 60 us per process. With this burst, a program can start a process for each of eight
-#: GPUs at once.
+#: To translate a new process id, the broker scans all processes of the machine. One session may
+#: cause this many scans: per second, and in one burst. A forged page may name new false processes
+#: at each read, and each scan delays the event loop by 20 to 60 us per process of the machine. The
+#: burst is large enough for a program that starts a process for each of eight GPUs at once.
 LOOKS = 1.0, 8.0
 
 #: The pages of all sessions of one user may cause this many scans: per second, and in one burst.
 #: Without this limit, a user with a forged page in each of 20 sessions would keep the event loop
-#: busy on a machine with 1,000 processes. Scans for a message do not count here, because the price
-#: of the message includes them.
+#: busy on a machine with 1,000 processes. Scans for a message do not count here, because the sender
+#: pays for them with the message.
 LOOKS_OF_USER = 4.0, 32.0
 
 
@@ -36,8 +36,8 @@ class Translation:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        #: By session: its PID namespace, and a map from process ids in this namespace to process
-        #: ids in the broker's namespace (None: no process).
+        #: By session: the PID namespace of its processes, and a map from each process's identity in
+        #: that namespace to its identity in the broker's namespace (None: no such process).
         self._known: dict[str, tuple[int, dict[ProcessId, ProcessId | None]]] = {}
         #: The scans that each session may cause, and the scans that each user may cause.
         self._looks: dict[str, TokenBucket] = {}
@@ -46,10 +46,10 @@ class Translation:
     def here(
         self, session: LiveSession, processes: Collection[ProcessId]
     ) -> dict[ProcessId, ProcessId]:
-        """Return the living processes among ``processes``, each with the id that it has here.
+        """Map the processes of a page to their identities in the broker's namespace.
 
-        ``processes`` are those of a page. If the session may cause no scan now, the result leaves
-        out processes that are not known yet.
+        ``processes`` are the identities that the page has. The result leaves out ended processes.
+        If the session may cause no scan now, it also leaves out processes that need a scan.
         """
         space, known = self._of(session)
         if not space:
@@ -65,7 +65,7 @@ class Translation:
         return {there: here for there, here in pairs if here is not None and procfs.alive(here)}
 
     def number(self, session: LiveSession, number: int, beside: int) -> int:
-        """Return :func:`...procfs.translated`, or 0 if the session may cause no scan now."""
+        """Return :func:`...procfs.translated` of these values, or 0 if no scan is allowed now."""
         if procfs.other_space(beside) and not self._may_look(session):
             return 0
         return procfs.translated(number, beside)

@@ -4,8 +4,8 @@
 
 logind removes ``/run/user/UID`` and, with ``RemoveIPC=yes``, a user's files in ``/dev/shm`` when
 the last login ends. A kernel in tmux, or a kernel whose server continues to run, still needs its
-broker and the broker's files. A check costs a few microseconds for each file, so the broker checks
-every second.
+broker and the broker's files. So the broker checks its files every second. A check takes a few
+microseconds for each file.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ LOOK = 1.0
 #: remove the files after 10 days in /tmp, or after 30 days in /var/tmp.
 TOUCH = 86400.0
 
-#: The most bytes of a file beside the socket that the broker can restore.
+#: The broker restores no file beside the socket that has more bytes than this.
 MAX_KEPT = 1 << 20
 
-#: Suffixes of files that other code restores, or that processes have locked.
+#: Suffixes of the files beside the socket that :class:`FileKeeper` does not restore. Other code
+#: restores them, or processes have locked them.
 _NOT_KEPT = (".sock", ".lock", ".start", ".failed", ".log", ".old")
 
 
@@ -64,8 +65,8 @@ class StartRecordFile:
     Parameters
     ----------
     command:
-        The command that starts this broker again, without its socket. It is empty if only the
-        caller can start the broker.
+        The command that starts this broker again, without ``--socket``. It is empty if clients
+        cannot start the broker.
     """
 
     def __init__(self, socket: Path, command: Sequence[str], log: logging.Logger) -> None:
@@ -76,7 +77,7 @@ class StartRecordFile:
         self._served = False
 
     def mention_predecessor(self) -> None:
-        """Log that the previous broker died, because its own log does not show this."""
+        """If the previous broker died, log this: a killed broker cannot log its own death."""
         with suppress(BadRecord):
             before = read_record(self._socket)
             if before is not None:
@@ -135,7 +136,7 @@ class StartRecordFile:
         if self._record is None:
             return
         self._record = change_record(self._socket, self._record, **changes)
-        # Do not write a missing copy again: a broker that ends in order has removed it.
+        # If the copy is missing, do not write it again: a broker that ends in order removes it.
         if copy_path(Path(self._record.journal)).exists():
             with suppress(OSError):
                 write_copy(self._record)
@@ -144,7 +145,7 @@ class StartRecordFile:
 class FileKeeper:
     """Restores the deleted files of one broker.
 
-    ``serve`` begins to accept connections at a new socket.
+    ``serve`` gets the new socket and accepts connections at it.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class FileKeeper:
         self._start_record = start_record
         self._serve = serve
         self._log = log
-        #: By file beside the socket: its version (inode, time), mode and content.
+        #: The files beside the socket, by path: version (inode, time of change), mode and content.
         self._kept: dict[Path, tuple[tuple[int, int], int, bytes]] = {}
         self._problems: dict[str, str] = {}
         self._touch_at = time.monotonic() + TOUCH
@@ -214,7 +215,7 @@ class FileKeeper:
         self._log.warning("The socket %s was deleted and is back", self._claim.path)
 
     def _remember(self) -> None:
-        """Store the files beside the socket that this broker needs if somebody starts it again."""
+        """Read into memory the files beside the socket that the next broker here would need."""
         prefix = f"{self._claim.path.stem}."
         with os.scandir(self._claim.path.parent) as entries:
             found = [e for e in entries if e.name.startswith(prefix)]
@@ -267,10 +268,12 @@ def _write(path: Path, mode: int, content: bytes) -> None:
             file.write(content)
 
 
-#: Files younger than this many seconds stay: a broker may be starting with them.
+#: A file that is younger than this many seconds stays, because a starting broker may use it.
 YOUNG = 600.0
 
-#: A folder of an older version stays for this many seconds, because it does not name its broker.
+#: The same limit for a folder that does not name its broker, and for a lock that does not name a
+#: PID namespace. An older version made them, so this process cannot know whether their broker
+#: lives.
 UNKNOWN_YOUNG = 86400.0
 
 #: The files beside a socket, as suffixes of its name. The log is not among them: it stays for
@@ -281,10 +284,10 @@ _BESIDE = ("", ".lock", ".start", ".start.json", ".start.failed", ".pages", ".em
 def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> None:
     """Remove the files of killed brokers of this user; ``own`` is the socket of the caller.
 
-    A broker that ends in order leaves no files. A broker that starts again at the same socket uses
-    the old files there. So this function removes only files of sockets that no broker uses any
-    more: sockets of tests, of containers, or at an old path. It keeps files that a living broker or
-    kernel may need.
+    A broker that ends in order leaves no files. If a broker is killed, the next broker at the same
+    socket uses its files. So files stay behind only at a socket where no broker starts again: the
+    socket of a test or a container, or a socket at an old path. This function removes these files.
+    It keeps files that a living broker or kernel may need.
 
     This function reads ``/proc`` and the disk, so do not call it in an event loop.
     """
@@ -297,7 +300,7 @@ def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> No
 
 
 def _in_use() -> set[Path]:
-    """Return the sockets and folders of pages in the environments of this user's processes."""
+    """Return the sockets and page folders that this user's processes have in their environment."""
     found = set()
     for pid in procfs.all_pids():
         named = procfs.variables(pid, ["GPUPOOL_PAGE", "GPUPOOL_SOCKET"]) or {}
@@ -348,8 +351,8 @@ def _dead_sockets(own: Path, used: set[Path], shared: Path) -> list[Path]:
 def _young(lock: Path) -> float | None:
     """Return the seconds for which a dead broker's files stay; None if they always stay.
 
-    The kernels of a container are invisible from here. They may start their broker again with these
-    files for as long as the machine runs.
+    This process cannot see the kernels of a container. As long as the machine runs, these kernels
+    may start their broker again with these files.
     """
     _, namespace = _holder(lock)
     if not namespace:
@@ -385,8 +388,8 @@ def _broker_lives(socket: Path) -> bool:
     """Return whether a broker may live at the socket.
 
     The lock names the process that claimed the socket. The result is True if a process with this
-    pid lives; this may be a different process that has got the pid since. The result is also True
-    if a process has locked the lock's file.
+    pid lives, even if Linux has given the pid to another process since. The result is also True if
+    any process has locked the lock's file.
     """
     try:
         descriptor = os.open(f"{socket}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -46,7 +46,10 @@ class Query:
 
 @dataclass(frozen=True)
 class JournalPage:
-    """Rows as JSON objects with commas between them; ``more``: further rows exist."""
+    """One page of rows of the journal.
+
+    ``rows`` contains JSON objects with commas between them. ``more`` is true if further rows exist.
+    """
 
     rows: str
     more: bool
@@ -64,7 +67,7 @@ class JournalReader:
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpupool-history")
-        #: By user: queries that wait. The user whose turn is next comes first.
+        #: The queries that wait, by user. The user whose turn is next comes first.
         self._waiting: dict[User, deque[tuple[Query, Done]]] = {}
         self._reading = False
         self._closed = False
@@ -141,7 +144,7 @@ def read_page(db: sqlite3.Connection, query: Query) -> JournalPage:
 
 
 def _encoded(row: tuple[Any, ...]) -> str:
-    """Return a row as ``journal.Row.as_message`` shows it, encoded."""
+    """Return a row as JSON text, with the same fields as ``journal.Row.as_message``."""
     seq, time, kind, session, owner, device, size, seconds, reason, detail = row
     return (
         f'{{"seq":{seq},"time":{time!r},"kind":{quoted(kind)},"session":{quoted(session)},'
@@ -158,24 +161,25 @@ def _or_null(value: Any, encoded: Callable[[Any], str]) -> str:
 #: Seconds to wait while another connection has locked the file. This wait may block the event loop.
 LOCK_WAIT = 0.2
 
-#: The rows or pages in one transaction, and the seconds between two transactions. Both are small,
-#: because the event loop waits for each transaction.
+#: STEP: the most rows or pages in one transaction of :func:`tidy`. BREATH: the seconds between two
+#: transactions. STEP is small, because the event loop may have to wait until a transaction ends.
 STEP = 500
 BREATH = 0.002
 
 
 def tidy(path: Path, *, keep_above: int, max_bytes: int) -> None:
-    """Drop rows up to ``keep_above``, then the oldest rows until the file is small enough.
+    """Drop rows up to number ``keep_above``, then the oldest until ``max_bytes`` are left.
 
-    This also moves the write-ahead log into the file. It works in small steps, because the broker's
-    own commits wait for each step.
+    This function also moves the write-ahead log into the file. It works in small steps, because the
+    broker's own commits wait for each step.
 
     Raises
     ------
     sqlite3.Error
         If the file is missing, or locked for too long.
     """
-    # With ``mode=rw``, SQLite does not make a file again that somebody has deleted.
+    # With ``mode=rw``, SQLite raises an error if somebody has deleted the file. It does not make a
+    # new file.
     name = f"{path.absolute().as_uri()}?mode=rw"
     with closing(sqlite3.connect(name, uri=True, timeout=LOCK_WAIT)) as db:
         _drop(db, "seq <= ?", keep_above)
@@ -183,7 +187,7 @@ def tidy(path: Path, *, keep_above: int, max_bytes: int) -> None:
             first, count = db.execute("SELECT min(seq), count(*) FROM events").fetchone()
             if not count:
                 break
-            # This number is estimated from the average size of a row; the loop then checks the size
+            # Estimate the number of rows from their average size. The loop then checks the size
             # again.
             rows = max(STEP, round(count * min(1.0, excess / max_bytes)))
             _drop(db, "seq < ?", first + rows)

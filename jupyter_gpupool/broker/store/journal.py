@@ -36,19 +36,20 @@ SCHEMA_VERSION = 1
 #: The most rows that are kept; older rows are dropped. A row takes about 200 bytes.
 MAX_ROWS = 500_000
 
-#: With fewer free bytes than this, a disk counts as full.
+#: A disk with fewer free bytes than this counts as full.
 LEAST_ROOM = 64 << 10
 
-#: The default for the most bytes on the disk. The write-ahead log takes further bytes.
+#: The default limit for the size of the file, in bytes. The write-ahead log is not included.
 MAX_BYTES = 256 << 20
 
-#: At this size of the write-ahead log, in bytes, SQLite writes the log from its beginning again.
+#: If the write-ahead log has this many bytes, the broker moves it into the file. SQLite then writes
+#: the log from its beginning again.
 MAX_LOG = 16 << 20
 
 #: Commits between two checks of the log's size.
 LOOK_AT_LOG = 32
 
-#: One encoder for all values, because ``json.dumps`` with ``separators`` makes one for each value.
+#: One encoder for all calls: ``json.dumps`` with ``separators`` makes a new one in each call.
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 
 #: The most rows that are kept in memory while the file cannot be written.
@@ -76,7 +77,7 @@ _COLUMNS = "seq, time, kind, session, owner, device, bytes, seconds, reason, det
 
 @dataclass(slots=True)
 class Row:
-    """Something that happened. ``session`` and ``owner`` are empty if the row concerns no session.
+    """One event. ``session`` and ``owner`` are empty if the event concerns no session.
 
     ``seconds`` is a duration: the wait before an attach, or the driver's part of a suspend.
     """
@@ -155,16 +156,17 @@ class Journal:
         The machine of this journal (:func:`jupyter_gpupool.local_machine.machine_id`). A file of
         another machine is refused, because its sessions do not run here.
     max_bytes:
-        Returns the bytes that the journal may take on the disk now. If it takes more, the oldest
-        rows are dropped first.
+        Returns the most bytes that the journal may take on the disk now. If the journal is larger,
+        the broker drops the oldest rows.
     on_long:
-        Called when the log has become long, so that the caller runs :meth:`tidy` in a thread.
+        Called when the write-ahead log has become long. The caller must then run :meth:`tidy` in a
+        thread.
 
     Raises
     ------
     JournalUnusable
-        If the folder or file can be neither used nor made, or the file is of another machine,
-        user or newer version. The file is left as it is.
+        If the folder or the file cannot be used or made, or if the file belongs to another machine,
+        to another user or to a newer version. The file does not change.
     """
 
     def __init__(
@@ -189,8 +191,7 @@ class Journal:
         self._meta: dict[str, str] = {}
         self._lost = 0
         self._commits = 0
-        #: The length of the log at which the broker asks for the next :meth:`tidy` in another
-        #: thread.
+        #: The size of the write-ahead log, in bytes, at which ``on_long`` is called next.
         self._long = MAX_LOG // 2
         #: Whether a checkpoint has switched ``synchronous`` off. The next commit switches it on.
         self._unsynced = False
@@ -229,7 +230,7 @@ class Journal:
         return str(row[0]) if row else ""
 
     def _log_size(self) -> int:
-        """Return the bytes of the log that are in use. The log's file may be larger.
+        """Return how many bytes of the write-ahead log are in use. Its file may be larger.
 
         The size comes from ``mxFrame``, which https://www.sqlite.org/walformat.html describes.
         """
@@ -247,8 +248,8 @@ class Journal:
         """Keep a row for the next commit and give it its number."""
         self.seq += 1
         row.seq = self.seq
-        # A client may send half of a surrogate pair. SQLite does not accept this as text; see also
-        # _complain.
+        # A client's text may contain half of a surrogate pair, which SQLite refuses. A question
+        # mark replaces it.
         row.reason = row.reason.encode("utf-8", "replace").decode()
         self._rows.append(row)
         if len(self._rows) > MAX_PENDING:
@@ -262,19 +263,19 @@ class Journal:
         self._known[name] = value
 
     def is_lost(self) -> bool:
-        """Return whether the file was deleted: later writes would be lost."""
+        """Return whether the open file was deleted, so that later writes would be lost."""
         try:
             return not os.path.samestat(os.lstat(self.path), self._file)
         except OSError:
             return True
 
     def restore(self) -> None:
-        """Make a new file after the old one was deleted; the caller writes the sessions again.
+        """Make a new file after the old one was deleted. The caller must write the sessions again.
 
         Raises
         ------
         JournalUnusable
-            If that is not possible now.
+            If the new file cannot be made now.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -321,15 +322,15 @@ class Journal:
     def _bound_log(self) -> None:
         """If the log has become long, move it into the file; the next write starts a new log.
 
-        While the broker writes without a pause, :meth:`tidy` cannot do this, because new writes
-        come after :meth:`tidy` has read the log. During this method, the broker writes nothing
-        else.
+        While the broker writes without a pause, :meth:`tidy` never moves the whole log: new rows
+        come into the log before :meth:`tidy` reaches its end. This method can move the whole log,
+        because the broker writes nothing else meanwhile.
 
         This method does not sync the file, because a sync delays the event loop by 0.2 to 12 ms.
         The next :meth:`tidy` syncs the file. If the machine loses its power before that, rows are
-        lost. The next commit writes a new header at the beginning of the log, and does not sync the
-        header either: this sync would protect the file only if the disk already had all data of the
-        old log.
+        lost. The next commit writes a new header at the beginning of the log. It does not sync the
+        header either. Such a sync would protect the file only if the disk already had all data of
+        the old log.
         """
         self._commits += 1
         try:
@@ -342,8 +343,8 @@ class Journal:
             if size < MAX_LOG // 2:
                 self._long = MAX_LOG // 2
             elif size >= self._long:
-                # The next call of ``on_long`` waits until the log has grown further, because
-                # :meth:`tidy` competes with the commits for the disk and the file's lock.
+                # Do not call ``on_long`` again until the log has grown further. Each :meth:`tidy`
+                # competes with the commits for the disk and the file's lock.
                 self._long = size + MAX_LOG // 8
                 self._on_long()
             if size < MAX_LOG:
@@ -373,12 +374,13 @@ class Journal:
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # this takes effect only for a new file
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
-            # If the log is longer than this limit, SQLite truncates it on the event loop, which
-            # takes milliseconds. The next sync takes milliseconds, too, because the log grows
-            # again, and the file system must write its own data. The log exceeds this limit only
-            # during a long read.
+            # The limit is high because a truncation is slow. SQLite truncates a longer log on the
+            # event loop, which takes milliseconds. Then the log grows again, so the next sync must
+            # also write data of the file system, which takes further milliseconds. The log exceeds
+            # this limit only during a long read.
             db.execute(f"PRAGMA journal_size_limit = {2 * MAX_LOG}").fetchall()
-            # tidy() makes the checkpoints, without delaying the event loop.
+            # Make no automatic checkpoints, because they would delay the event loop. tidy() and
+            # _bound_log() make the checkpoints.
             db.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
             version = db.execute("PRAGMA user_version").fetchone()[0]
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -455,7 +457,10 @@ class Journal:
         self.problem = problem
 
     def _inspect(self, machine: str) -> None:
-        """Refuse a file of another user or machine, without any write, even one by SQLite."""
+        """Refuse a file of another user, another machine or a newer version.
+
+        This method opens the file read-only, so that SQLite does not write to it either.
+        """
         try:
             if os.lstat(self.path).st_uid != os.geteuid():
                 raise self._not_ours("belongs to another user")

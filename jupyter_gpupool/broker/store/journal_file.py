@@ -8,8 +8,8 @@ can name the first one to its clients.
 
 Each kernel looks for its broker at one socket. A broker at another socket could read the kernel's
 session in the journal, but the kernel would never find this broker. A broker at the kernel's socket
-with another journal would not know the session. In either case, the broker starts only when no
-process of such sessions lives any more.
+with another journal would not know the session. In both cases, the broker refuses to start while a
+process of such a session lives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ TRIES, PAUSE = 10, 0.02
 
 @dataclass(frozen=True)
 class Place:
-    """The journal's path; ``note`` says why it is not in the configured folder."""
+    """The journal's path.
+
+    If the path is not in the configured folder, ``note`` says why.
+    """
 
     path: Path
     note: str = ""
@@ -98,7 +101,7 @@ class JournalLock:
         Raises
         ------
         OSError, BrokerUnavailable
-            If that is not possible now, or another broker was faster.
+            If the file cannot be made now, or if another broker already has the lock.
         """
         old, self._descriptor = self._descriptor, self._take(tries=0)
         os.close(old)
@@ -148,11 +151,11 @@ class JournalLock:
 
 
 def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) -> None:
-    """Copy this machine's journal of an older version to ``path``, if there is one.
+    """If this machine has a journal of an older version, copy it to ``path``.
 
     The name of the older file does not show to which machine it belongs. The file belongs to this
-    machine if its sessions are of this boot. If the folder is local, the file also belongs to this
-    machine, because no other machine can have written it.
+    machine in two cases: its sessions are of this boot, or its folder is local, so that no other
+    machine can have written it.
 
     Raises
     ------
@@ -194,11 +197,11 @@ def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) ->
 
 
 def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
-    """Copy a journal to ``path``; return False if the journal is of another boot.
+    """Copy ``old`` to ``path``; return False if the sessions in ``old`` are of another boot.
 
-    If ``any_boot`` is true, this function copies a journal of any boot.
+    If ``any_boot`` is true, the boot does not matter.
 
-    If the copy is not complete, this function does not make ``path``.
+    ``path`` exists only after the copy is complete.
     """
     temporary = path.with_name(f"{path.name}.new")
     try:
@@ -210,7 +213,8 @@ def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
             os.close(os.open(temporary, flags, 0o600))
             with closing(sqlite3.connect(temporary)) as copy:
                 source.backup(copy)
-                # In this mode, the copy has no log beside it. The rename below moves only one file.
+                # The rename below moves only one file. In this mode, SQLite keeps no log in a
+                # second file.
                 copy.execute("PRAGMA journal_mode = DELETE")
         _sync(temporary)
         temporary.rename(path)
@@ -224,8 +228,8 @@ def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
 def _boot(journal: Path, option: str) -> str:
     """Return the boot to which the sessions of a journal belong.
 
-    ``immutable=1`` reads without SQLite's locks, which a network file system may not keep, and
-    without the write-ahead log.
+    With the option ``immutable=1``, SQLite takes no locks, which may not work on a network file
+    system. It also ignores the write-ahead log.
     """
     with closing(sqlite3.connect(f"{journal.absolute().as_uri()}?{option}", uri=True)) as db:
         row = db.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
@@ -241,10 +245,11 @@ def _sync(path: Path) -> None:
 
 
 def _check_ended(old: Path, listened: Path, own: Path) -> None:
-    """Refuse to go on with a journal whose broker, of an older version, still lives.
+    """Refuse a journal of an older version if the broker that wrote it still lives.
 
-    An older version locks only its socket, and somebody may have deleted the file of this lock. But
-    SQLite locks an open journal, and the operating system shows which process holds these locks.
+    A broker of an older version locks only its socket, and somebody may have deleted the file of
+    this lock. So this function first looks at SQLite's locks: SQLite locks an open journal, and the
+    operating system shows which process holds these locks.
     """
     holder = _holder(old)
     # This broker itself has locked ``own``, so the lock of ``own`` shows no older broker.
@@ -273,10 +278,10 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def _holder(journal: Path) -> int | None:
-    """Return a process that has the journal open, or None.
+    """Return the id of a process that has the journal open; None if there is no such process.
 
-    The result is 0 if the process is in another container or, on a network file system, on another
-    machine.
+    The result is 0 if this process cannot know the id: the other process runs in another container
+    or, on a network file system, on another machine.
     """
     for suffix in ("", "-shm"):
         with suppress(FileNotFoundError):
@@ -292,7 +297,10 @@ def _holder(journal: Path) -> int | None:
 
 
 def _older_names(state_dir: Path, socket: Path) -> Iterable[tuple[Path, Path]]:
-    """Yield the older journals that may belong to this broker, each with its broker's socket."""
+    """Yield the paths where an older version may have kept this broker's journal.
+
+    The second item of each pair is the socket of the older broker.
+    """
     uid = os.geteuid()
     sockets = [
         socket,
@@ -384,7 +392,7 @@ def check_record(socket: Path, path: Path) -> None:
 
 
 def living(stored: Mapping[str, Mapping[str, Any]]) -> list[int]:
-    """Return the process ids of the kernels in a journal that still run."""
+    """Return the process ids of the journal's kernels that still run."""
     found = []
     for entry in stored.values():
         try:

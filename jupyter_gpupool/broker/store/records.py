@@ -24,8 +24,8 @@ def to_json(record: SessionRecord) -> dict[str, Any]:
     """Return ``record`` as JSON values, without ``asdict``, which takes ten times as long.
 
     The result leaves out empty values of fields that are empty by default, so that most records
-    stay below a kilobyte. SQLite spreads a longer row over several pages, and each commit writes
-    all of them.
+    stay below a kilobyte. SQLite spreads a longer row over several pages, and each commit of the
+    row writes all these pages.
     """
     values = zip(_FIELDS, _VALUES(record), strict=True)
     data = {name: value for name, value in values if value or name not in _EMPTY}
@@ -43,8 +43,8 @@ def to_json(record: SessionRecord) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any]) -> SessionRecord:
     """Return the record that :func:`to_json` made.
 
-    The result leaves out unknown fields, and missing fields get their default, because a journal
-    may be of an older or newer version.
+    A journal may be of an older or newer version. So this function ignores unknown fields, and
+    gives missing fields their default.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def journaled(session: LiveSession, record: SessionRecord) -> dict[str, Any]:
 
 
 def read_session(record: SessionRecord, entry: Mapping[str, Any]) -> LiveSession:
-    """Return the session that :func:`journaled` described; ``record`` is its record."""
+    """Return the session in ``entry``, which :func:`journaled` made; ``record`` is its record."""
     session = LiveSession(
         id=record.id,
         owner=record.owner,
@@ -101,7 +101,7 @@ def read_session(record: SessionRecord, entry: Mapping[str, Any]) -> LiveSession
 
 
 def frozen_in(entry: Mapping[str, Any]) -> tuple[ProcessId, ...]:
-    """Return the suspended processes of a journal's record; () if it names none."""
+    """Return the suspended processes that a session has in the journal; () if it has none."""
     try:
         return tuple(ProcessId(int(pid), int(start)) for pid, start in entry.get("frozen", ()))
     except (TypeError, ValueError):
@@ -124,7 +124,7 @@ def devices_to_text(devices: Sequence[Device]) -> str:
 
 
 def devices_from_text(text: str) -> dict[str, Device]:
-    """Return by UUID the devices that :func:`devices_to_text` wrote; {} if unreadable."""
+    """Return the devices in a text of :func:`devices_to_text`, by UUID; {} if unreadable."""
     known = {f.name for f in fields(Device)}
     try:
         rows = [{n: v for n, v in row.items() if n in known} for row in json.loads(text or "[]")]

@@ -8,9 +8,9 @@ The journal names the actions that had begun. The driver shows how far each of t
 journal      driver          result
 ===========  ==============  ======================================================================
 any          process gone    closed
-opened       no process yet  detached; its server says which process it started, or it is closed
+opened       no process yet  detached; then its server names the process or closes the session
 queued       any             detached; its agent asks again
-attaching    none            detached (nothing had been begun)
+attaching    none            detached: the attach had not begun
 attaching    checkpointed    detached, still suspended
 attaching    running         attached: the restore had succeeded
 active/idle  running, none   attached
@@ -18,7 +18,7 @@ active/idle  checkpointed    detached and suspended: something outside the pool 
 detaching    running, none   attached: the suspend had not begun, or was undone
 detaching    checkpointed    detached and suspended: it had succeeded
 any          locked          unlocked, then as running
-any          failed          lost: the broker tells its user and ends it
+any          failed          lost: the broker tells the user and ends the session
 any          hung            as the journal says (most likely stopped by SIGSTOP)
 any          no answer       as the journal says: an unknown state must not end a kernel
 ===========  ==============  ======================================================================
@@ -56,11 +56,11 @@ from ..sessions import LiveSession
 from .records import from_json, frozen_in, read_session
 from .usage import UsageBook
 
-#: Until an agent has reconnected, this hold replaces the agent's own holds, so that the pool does
-#: not take the slice. The hold ends after a limited time. With the attach policy ``lazy``, this
-#: time is only GRACE_LAZY seconds. With this policy, the guard shows whether a session uses its
-#: device, and the pool does not take the slice of a session that uses its device. So only a cell
-#: that does not use its device now needs this hold.
+#: The hold of a recovered session until its agent has reconnected. It replaces the agent's own
+#: holds, so that the pool does not take the slice. The hold ends after GRACE seconds; with the
+#: attach policy ``lazy``, it ends after only GRACE_LAZY seconds. With this policy, the guard shows
+#: when a session uses its device, and the pool then leaves the slice to the session. So this hold
+#: protects only a cell that does not use its device at the moment.
 RECOVERED_HOLD = "recovered"
 GRACE_LAZY = 2.0
 
@@ -79,15 +79,15 @@ class RecoveredSession:
     computed: bool = False
 
     def at_rest(self, since: float = 0.0) -> None:
-        """Count the session as idle since ``since`` (0: since the time in the journal).
+        """Mark the session as idle since ``since``, or since the journal's time if this is 0.
 
-        The broker does not wait for the agent of an idle session.
+        The session has no hold then: the pool may take its slice before its agent reconnects.
         """
         idle_since = since or self.idle_since
         self.record = replace(self.record, state="idle", holds=(), idle_since=idle_since)
 
     def in_use(self, now: float) -> None:
-        """Keep only the hold for the use that the session's page shows."""
+        """Give the session only the hold for its CUDA activity, which it had in the journal."""
         self.record = replace(self.record, holds=(Hold(DEVICE_HOLD, "device", now),))
 
 
@@ -107,16 +107,16 @@ def check_reach(
     stored:
         The journal's records of this boot.
     found:
-        UUIDs of the machine's devices, as this broker sees it.
+        UUIDs of the devices that this broker finds.
     problem:
-        Why the machine has no devices, if it has none.
+        Why this broker finds no devices; empty if it finds any.
     was:
         ``c.GPUPool.emulate`` of the previous broker.
 
     Raises
     ------
     OutOfReach
-        If there are such sessions. Nothing was changed.
+        If the kernels of such sessions live. Nothing was changed.
     """
     pids: list[int] = []
     places: set[str] = set()
@@ -132,7 +132,7 @@ def check_reach(
             places |= there
     if not pids or not places.isdisjoint(found):
         return
-    # Leave out the rest of the problem, which may give advice about a missing driver.
+    # Use only the first sentence of the problem. The others may give advice about a missing driver.
     why = problem.partition(". ")[0].rstrip(".") or "The devices of the machine have changed"
     many, it, them = "a kernel", "it", "the kernel: process"
     if len(pids) > 1:
@@ -150,7 +150,7 @@ def check_reach(
 class Recovery:
     """Recovers the sessions of the previous broker.
 
-    ``alone_since`` is a monotonic time. From this time on, no other broker uses these sessions.
+    ``alone_since`` is the monotonic time since which no other broker has used these sessions.
     """
 
     def __init__(
@@ -259,14 +259,14 @@ class Recovery:
             self._lifecycle.start_grace(session, grace)
 
     def _correct_page(self, one: RecoveredSession) -> None:
-        """Correct the page.
+        """Write into the page what the recovery has found.
 
-        A broker that was killed during a suspend has left the gate closed.
+        For example, the gate is still closed if the earlier broker was killed during a suspend.
         """
         session, record = one.session, self._core.record(one.session.id)
         if record is not None and not record.suspended:
-            # If the earlier broker marked the session for a suspend, that broker ended before it
-            # asked the driver.
+            # The session is not suspended. If its page has the mark of a suspend, the earlier
+            # broker ended before it asked the driver. So remove the mark.
             self._pages.no_longer_aside(session)
         quiet = self._activity.untouched(session)
         self._guard.changed(session)
@@ -313,7 +313,8 @@ async def _recover_one(
     log: logging.Logger,
 ) -> RecoveredSession:
     if session.process is None:
-        # Its server is starting the kernel now: ``launched`` will name the process.
+        # The session's server is starting the kernel now. Its message ``launched`` will name the
+        # process.
         return RecoveredSession(session, _detached(record, now))
     try:
         state = await devices.driver_state(session.process, session=session.id)
@@ -329,8 +330,8 @@ async def _recover_one(
     log.info("Session %s: the journal says %s, the driver says %s", session.id, record.state, state)
     moving, session.moving = session.moving, {}
     if state == "hung":
-        # The process is stopped or stuck. The broker does not know which, so the session keeps the
-        # slice or the suspended state that it had.
+        # The process is stopped or stuck, and the driver does not show whether it is suspended. So
+        # the session keeps what the journal says: its slice or its suspended state.
         state = "checkpointed" if record.suspended and record.state != "attaching" else "running"
     if state in ("failed", "locked"):
         return RecoveredSession(

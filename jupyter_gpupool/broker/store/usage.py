@@ -8,8 +8,8 @@ that have used a GPU since the first value was written. While there are leases, 
 every second. So if a broker is killed, about a second of usage is lost. No write is synced to the
 disk.
 
-A lease may outlive its broker. The next broker counts the memory of this lease from the earlier
-broker's last commit. It does not know how much the lease has computed since.
+A lease may outlive its broker. The next broker counts the memory of this lease for the time since
+the earlier broker's last commit. It cannot count what the lease has computed in that time.
 
 The times in both values are times of day, because the next broker's clock may differ from this
 broker's clock.
@@ -31,11 +31,12 @@ from ..core import Core
 #: The names of the two values in the journal.
 _ALL, _RECENT = "usage", "usage-recent"
 
-#: While there are leases: seconds between two writes of the recent usage, and of all usage.
+#: SOON: seconds between two writes of the recent usage while there are leases. LATER: seconds
+#: between two writes of all usage.
 SOON, LATER = 1.0, 60.0
 
-#: The broker keeps the usage of at most this many users and this many groups: the largest users
-#: first. Each of them takes about 80 bytes.
+#: The most users, and the most groups, whose usage the broker keeps. It keeps those with the
+#: largest usage. Each of them takes about 80 bytes.
 MOST = 2000
 
 #: Fewer GPU-seconds than this are not worth keeping.
@@ -48,16 +49,16 @@ class UsageBook:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._timer: asyncio.TimerHandle | None = None
-        #: The time at which the broker last wrote the usage of all.
+        #: The pool's time at which the broker last wrote the first value.
         self._saved_at = -math.inf
-        #: The time at which the previous broker last wrote. It is None if there was no previous
-        #: broker, or if the machine has rebooted since. The seconds since then count only while the
-        #: machine is awake, because a lease uses nothing while the machine sleeps.
+        #: The pool's time at which the previous broker last wrote; None if there was no previous
+        #: broker, or if the machine has rebooted since. The pool's time does not advance while the
+        #: machine sleeps, because a sleeping machine uses no lease.
         gone = time.monotonic() - float(core.journal.meta("awake") or math.inf)
         self._since = core.now() - gone if gone >= 0 else None
 
     def recover(self) -> None:
-        """Tell the pool the usage in the journal. Call this when the pool has the old leases."""
+        """Tell the pool the usage in the journal. Call this after the pool has its leases back."""
         core = self._core
         core.follow_clock()
         users, groups = read_usage(core.journal.meta(_ALL), core.ahead)
@@ -73,7 +74,7 @@ class UsageBook:
         self._look()
 
     def changed(self, change: e.StateChanged) -> None:
-        """Write soon if a lease has begun or ended."""
+        """Write the usage soon if a lease has begun or ended."""
         if self._timer is None and (change.new in HAS_LEASE or change.old in HAS_LEASE):
             self._timer = asyncio.get_running_loop().call_later(SOON, self._look)
 
@@ -93,7 +94,7 @@ class UsageBook:
 
     def _look(self) -> None:
         core, self._timer = self._core, None
-        # This call must be first, because the journal's figures contain times of day.
+        # First measure the time of day again, because the figures below contain times of day.
         core.follow_clock()
         now = core.now()
         leases = any(state in HAS_LEASE for state in core.busy.values())
@@ -126,7 +127,7 @@ def _rows(found: Mapping[str, Usage], ahead: float) -> dict[str, list[float]]:
 
 
 def read_usage(text: str, ahead: float = 0.0) -> tuple[dict[str, Usage], dict[str, Usage]]:
-    """Return (users, groups) of :func:`usage_text`, without those that cannot be read."""
+    """Return the users and the groups in a text of :func:`usage_text`; skip unreadable ones."""
     try:
         data = json.loads(text or "{}")
     except ValueError:

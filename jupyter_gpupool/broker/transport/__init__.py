@@ -1,3 +1,3 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The socket: who may connect, bytes to messages and back, and a fair order between users."""
+"""Accepts connections, reads requests, sends messages, and serves users in a fair order."""

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Identify the peer of a connection, and check what that user may see and do.
+"""Find out which user has made a connection, and what this user may see and do.
 
-The operating system names the peer (``SO_PEERCRED``). For a container, the socket on which the peer
-connects names the user (``usersockets``). The broker believes no user name in a message. In
-addition, a message may contain a session's token, which proves that the session was opened for the
-sender.
+The operating system names the peer (``SO_PEERCRED``). If the peer is in a container, the socket to
+which it connects shows the user (``usersockets``). The broker believes no user name in a message.
+In addition, a message may contain a session's token, which proves that the session was opened for
+the sender.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Peer:
 def peer_of(connection: socket.socket, user: str = "") -> Peer:
     """Return the peer of a connected unix socket.
 
-    ``user`` is the owner of a user's own socket; "" for the socket for all users.
+    ``user`` is the user to whom the socket belongs; "" if the socket is for all users.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
@@ -58,7 +58,7 @@ def shown(user: User) -> str:
 # NSS may ask the network for the names, so this function caches them.
 @lru_cache(maxsize=4096)
 def owner_of(uid: User) -> Owner:
-    """Return the user as an owner. A user id without an account becomes a name."""
+    """Return the user as an owner. Without an account, the name is ``uid-`` and the user id."""
     if isinstance(uid, str):
         return Owner(uid)
     try:

@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""One peer's connection: bytes to messages and back, within limits that protect other peers.
+"""Reads one peer's requests and sends it messages, within limits that protect other peers.
 
 This module does not know what a message means. ``dispatch`` decides when a connection handles its
 next request, and calls :meth:`step`. A read is a request that changes nothing; any other request is
-an act. The broker handles the acts of a connection in the order in which they came. Meanwhile, one
-read of the connection may wait for its answer. If a further request has to wait, or if the peer has
-many unread answers, the broker reads nothing more from the peer.
+an act. The broker handles the acts of a connection in the order in which they came. In addition,
+one read of the connection at a time may wait for its answer. If a further request has to wait, or
+if the peer has many unread answers, the broker reads nothing more from the peer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from ..sessions import LiveSession
 
 #: The most bytes that the broker reads from a peer at once. It reads the rest of a longer request
-#: only while it reads few other long requests of this user. Otherwise a hundred busy connections
-#: would keep the loop reading.
+#: only if it reads fewer than ``dispatch.MAX_LONG`` other long requests of this user. Otherwise a
+#: hundred busy connections would keep the loop reading.
 CHUNK = 16 << 10
 
-#: The most bytes of incomplete and waiting requests that the broker keeps at the same time for all
-#: connections of one user.
+#: The most bytes that the broker keeps of one user's incomplete and waiting requests. This limit is
+#: for all connections of the user together.
 MAX_UNFINISHED = 4 << 20
 
 #: The number of malformed messages after which the connection is closed.
@@ -45,15 +45,15 @@ MAX_BAD = 16
 #: The most holds for which one connection may wait at the same time.
 MAX_WAITING = 256
 
-#: With this many unread bytes of answers, a peer gets no further answer.
+#: While a peer has more unread bytes than this, the broker handles no request of the peer.
 HIGH_WATER = 32 << 10
 
-#: The number of unread bytes at which the broker closes the connection. Above HIGH_WATER, the
-#: broker sends only messages that are not answers.
+#: If a peer has more unread bytes than this, the broker closes the connection. Between HIGH_WATER
+#: and this limit, the broker still sends messages that answer no request.
 MAX_UNREAD = 1 << 20
 
-#: Seconds within which a peer must read if more than HIGH_WATER is unread, or must send the rest of
-#: a long request.
+#: The seconds that a peer has to read if it has more than HIGH_WATER unread bytes, or to send the
+#: rest of a long request. After this time, the broker closes the connection.
 READER_PATIENCE = 30.0
 
 #: The buffer into which all connections receive, one at a time.
@@ -98,35 +98,37 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(self, service: Service, user: str = "") -> None:
         self.service = service
-        #: The user through whose own socket the peer came; "" if it came through the socket for all
-        #: users.
+        #: The user to whom the connection's socket belongs; "" for the socket for all users.
         self._user = user
         self.peer = Peer(0, -1, -1)
         self.account: UserAccount
         self.session: LiveSession | None = None
         #: The sessions that this connection has opened and that are not launched yet.
         self.opened: set[str] = set()
-        #: A message of this connection waits until this session is launched; None if none waits.
+        #: The session for whose launch a message of this connection waits; None if no message
+        #: waits.
         self.early: LiveSession | None = None
         #: The number of hold requests that wait for their answer.
         self.waiting = 0
         self.accepted = False
-        #: Bytes of answers that the peer had not read when they were last counted.
+        #: The number of sent bytes that the peer had not read at the last count.
         self.unread = 0
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._scanned = 0
         self._ended = False
         self._bad = 0
-        #: The next request, already decoded, if it is a read that must wait for the answer to the
-        #: previous read.
+        #: A decoded read that waits until the previous read has its answer; None if no read waits
+        #: for this.
         self._next: Message | None = None
-        #: Whether the next request is an act that waits for its user's budget, and the price of
-        #: this act. The act stays in the buffer, because it can take several times as much memory
-        #: when it is decoded.
+        #: ``_act_waits``: whether the next request is an act that waits for its user's budget.
+        #: ``_act_price``: the price of this act. The act stays in the buffer, because a decoded act
+        #: may take several times as much memory.
         self._act_waits = False
         self._act_price = 0.0
-        #: A read that waits for its user's budget, may be handled now, or is being answered.
+        #: ``_read``: a read that waits for its user's budget, or that may be handled now.
+        #: ``_read_state``: the state of the present read. "answering" means that its answer comes
+        #: later.
         self._read: Message | None = None
         self._read_state: Literal["", "waits", "due", "answering"] = ""
         self._reading = True
@@ -183,9 +185,9 @@ class Connection(asyncio.BufferedProtocol):
 
         The transport cannot send a descriptor, so this method uses the socket itself. This works
         only if the connection has no other unread answers. Otherwise the peer gets no descriptor,
-        and may ask again on a new connection. If a peer never reads, one descriptor stays under way
-        on each connection. Linux limits the number of such descriptors of the broker's user. At the
-        limit, no process of this user can pass a descriptor.
+        and may ask again on a new connection. A peer that never reads keeps one descriptor under
+        way on each of its connections. Linux limits how many descriptors of one user are under way.
+        If the broker's user reaches this limit, no process of that user can pass a descriptor.
         """
         if not self.open or self._transport is None or request_id is None:
             return
@@ -214,14 +216,15 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
             if self._transport.get_write_buffer_size():
-                # If the peer does not read its answers, the broker frees their memory and the place
-                # of the connection after this time.
+                # If the peer does not read the remaining answers within this time, the broker drops
+                # them and ends the connection.
                 asyncio.get_running_loop().call_later(READER_PATIENCE, self._transport.abort)
 
     def attempt(self, message: Message, method: Callable[[Connection, Message], None]) -> None:
         """Let ``method`` handle a request; if it raises an error, answer with this error.
 
-        Every request of a client, even one that waited, comes through here.
+        The broker handles every request of a client with this method, even a request that had to
+        wait.
         """
         request_id = message.get("id")
         try:
@@ -231,7 +234,7 @@ class Connection(asyncio.BufferedProtocol):
             if error.code in (Code.NOT_YOURS, Code.BAD_TOKEN):
                 self.abuse(f"named a session or process that is not its own ({error.message})")
         except Exception:
-            # A bug here must not end the broker, on which all kernels depend.
+            # All kernels depend on the broker, so a bug in ``method`` must not end the broker.
             self.service.log.exception("A %r message was not handled", message["type"])
             self.refuse(
                 request_id,
@@ -247,7 +250,7 @@ class Connection(asyncio.BufferedProtocol):
         self.session = session
 
     def hold_early(self, session: LiveSession | None) -> None:
-        """Note that a message waits until ``session`` is launched; None: no message waits."""
+        """Note that a message waits for the launch of ``session``; with None, that none waits."""
         self.early = session
         self.account.early += 1 if session is not None else -1
 
@@ -273,7 +276,7 @@ class Connection(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------ for the dispatcher
 
     def has_work(self) -> bool:
-        """Return whether :meth:`step` would handle something."""
+        """Return whether :meth:`step` would do anything now."""
         if not self.open or self._choked is not None:
             return False
         if self._read_state == "due":
@@ -290,7 +293,7 @@ class Connection(asyncio.BufferedProtocol):
         return price + self._sent / BYTES_PER_POINT, read
 
     def go_on(self, *, read: bool) -> None:
-        """Handle the request that waited, because the budget covers it now."""
+        """Let the request that waited for the budget continue: the budget covers it now."""
         if read and self._read_state == "waits":
             self._read_state = "due"
         elif not read:
@@ -298,7 +301,7 @@ class Connection(asyncio.BufferedProtocol):
         self._go_on()
 
     def give_up_read(self, error: GPUPoolError) -> None:
-        """Refuse the read that waited, because the budget did not cover it in time."""
+        """Refuse the read that waited for the budget: the budget did not cover it in time."""
         if self._read is not None and self.open:
             message, self._read, self._read_state = self._read, None, ""
             self.refuse(message.get("id"), error)
@@ -389,7 +392,7 @@ class Connection(asyncio.BufferedProtocol):
         return False
 
     def _check_unfinished(self) -> bool:
-        """Return whether more of an unfinished request may be received."""
+        """Return whether the peer may send the rest of a request; if not, close the connection."""
         if len(self._buffer) > MAX_REQUEST:
             self._bad_message(
                 ProtocolError(f"A message has more than {MAX_REQUEST} bytes.", code=Code.TOO_LONG)
@@ -482,10 +485,10 @@ class Connection(asyncio.BufferedProtocol):
         return PRICES[message["type"]]
 
     def _decode_line(self) -> tuple[Message, int] | float:
-        """Return the next request, which stays in the buffer, and its size there.
+        """Return the next request and its size in the buffer; leave it in the buffer.
 
-        If there is no valid request, return a price instead. If the line is invalid, this method
-        removes the line and returns its price. If there is no line, the price is 0.0.
+        If the next line is no valid request, this method removes the line and returns the price of
+        the line. If the buffer has no whole line, it returns the price 0.0.
         """
         end = self._buffer.find(b"\n", self._scanned)
         if end < 0:
@@ -555,7 +558,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def _unread(descriptor: int) -> int:
-    """Return the memory of the sent data that the peer has not read; 0 if it is unknown."""
+    """Return how much memory sent data takes until the peer reads it; 0 if unknown."""
     try:
         size = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
     except OSError:

@@ -4,12 +4,12 @@
 
 All connections of a user share one place in the round. In one turn of the event loop, the
 dispatcher handles requests for a quarter of a millisecond, and serves one user after the other.
-Then the loop reads, accepts and runs its timers. A request that exceeds its user's budget waits
-here. Meanwhile the broker reads nothing more from that request's connection. So if a client floods
-the broker, the further requests wait in the client.
+Then the loop reads, accepts and runs its timers. A request that exceeds its user's budget waits in
+the broker. Meanwhile the broker reads nothing more from the connection of this request. So if a
+client floods the broker, all further requests wait in the client.
 
-Prices are in points. A point is about 50 microseconds of the event loop. A request costs its price.
-If the loop needs more time for it, the request costs this time. Each user id has one budget: more
+Prices are in points. A point is about 50 microseconds of the event loop. A request costs its price,
+or the time that the event loop needs for it if this is more. Each user id has one budget: more
 connections or processes do not add to it.
 """
 
@@ -26,17 +26,17 @@ from ...errors import Code, GPUPoolError, RefusedError
 from ..ratelimit import TokenBucket
 from .auth import User
 
-#: Points of one turn of the event loop, and of one user's part of the turn. A turn is short,
-#: because a client needs several turns to connect and to get its answer.
+#: TURN: the points of one turn of the event loop. QUANTUM: the points that one user gets in a turn.
+#: A turn is short, because a client needs several turns to connect and to get its answer.
 TURN, QUANTUM = 5.0, 2.5
 
-#: Requests between two collections of young garbage. Python itself collects when the number of new
-#: objects minus the number of freed objects reaches a limit. If each new record replaces an old
-#: record, Python reaches the limit rarely. It then has many new objects to look at, which takes
-#: 4 ms of the event loop in the middle of a request.
+#: After this many requests, the broker runs the garbage collector for young objects. Python itself
+#: runs it only when the number of new objects minus the number of freed objects reaches a limit. A
+#: new record usually replaces an old one, so Python reaches the limit rarely. The collector would
+#: then check many objects, and would block the event loop for 4 ms in the middle of a request.
 COLLECT = 16
 
-#: The most points by which an expensive request can shorten the turns after it.
+#: An expensive request shortens the turns after it, but by at most this many points in total.
 MAX_OWED = 100.0
 
 #: Seconds that a read waits for its user's budget before it is refused.
@@ -45,7 +45,8 @@ PATIENCE = 2.0
 #: Seconds between two checks of a budget.
 LOOK = 0.01
 
-#: The most bytes of answers that all connections together, and those of one user, may leave unread.
+#: MAX_UNREAD: the most unread bytes of all connections together. USER_UNREAD: the most unread bytes
+#: of all connections of one user.
 MAX_UNREAD, USER_UNREAD = 32 << 20, 8 << 20
 
 
@@ -62,19 +63,19 @@ class Requester(Protocol):
 
     @property
     def unread(self) -> int:
-        """Bytes of answers that the peer had not read when they were last counted."""
+        """The number of sent bytes that the peer had not read at the last count."""
 
     def has_work(self) -> bool:
-        """Return whether :meth:`step` would handle something."""
+        """Return whether :meth:`step` would do anything now."""
 
     def step(self, now: float) -> tuple[float, bool]:
         """Handle one request or let it wait; return its price, and whether it is a read."""
 
     def go_on(self, *, read: bool) -> None:
-        """Handle the request that waited, because the budget covers it now."""
+        """Let the request that waited for the budget continue: the budget covers it now."""
 
     def give_up_read(self, error: GPUPoolError) -> None:
-        """Refuse the read that waited, because the budget did not cover it in time."""
+        """Refuse the read that waited for the budget: the budget did not cover it in time."""
 
     def next_price(self) -> float:
         """Return the price of the request that waits for the budget."""
@@ -106,8 +107,8 @@ class Dispatcher:
         self._owed = 0.0
         #: Requests since the last collection of garbage.
         self._served = 0
-        #: The number of reads that have waited for their user's budget, and the number of refused
-        #: reads.
+        #: ``delayed``: the number of reads that had to wait for their user's budget. ``busy``: the
+        #: number of these reads that the broker has refused.
         self.delayed = 0
         self.busy = 0
 
@@ -141,8 +142,8 @@ class Dispatcher:
         account.end_long(connection)
         self._count_unread(account, -connection.unread)
         if not account.connections:
-            # The account stays until its budgets are full, because a new connection must not reset
-            # them.
+            # Keep the account until its budgets are full again. Otherwise the user could reset the
+            # budgets with a new connection.
             self._arm(account)
 
     def ready(self, connection: Requester) -> None:
@@ -169,7 +170,7 @@ class Dispatcher:
         self._arm(connection.account)
 
     def note_unread(self, connection: Requester, more: int) -> None:
-        """Note ``more`` unread bytes of a connection.
+        """Note that a connection has ``more`` unread bytes than before (or fewer, if negative).
 
         If a user, or all users together, have more unread bytes than allowed, this method closes
         connections with the most unread bytes.
@@ -200,7 +201,7 @@ class Dispatcher:
                 self._served = 0
                 gc.collect(1)  # all answers have been sent
         finally:
-            # An error with one request must not stop the others.
+            # Even if one request raises an error, the dispatcher must handle the other requests.
             self._owed = min(MAX_OWED, max(0.0, -left))
             if self._active and self._turn_handle is None:
                 self._turn_handle = self._loop.call_soon(self._turn)
@@ -232,8 +233,8 @@ class Dispatcher:
 
     def _serve(self, account: UserAccount, connection: Requester) -> float:
         """Handle one request; return its cost."""
-        # ``thread_time`` counts the time of the processor, so the user does not pay for other
-        # processes.
+        # ``thread_time`` counts only the processor time of this thread. So the user does not pay
+        # for time in which other processes run.
         before = time.thread_time()
         self._served += 1
         price, read = connection.step(self._loop.time())
@@ -273,7 +274,7 @@ class Dispatcher:
     def _covered(
         self, bucket: TokenBucket, waiting: deque[Requester] | list[Requester], now: float
     ) -> list[Requester]:
-        """Return the first connections of ``waiting`` whose requests fit the budget together."""
+        """Return the connections at the front of ``waiting`` that the budget covers now."""
         left, count = bucket.left(now), 0
         for connection in waiting:
             if left <= 0:
@@ -294,9 +295,9 @@ class Dispatcher:
         )
 
     def _relieve(self, account: UserAccount, most: int) -> None:
-        """Close the user's worst connections until it has at most ``most`` unread bytes.
+        """Close connections of the user until at most ``most`` of the user's bytes are unread.
 
-        The worst connection is the one with the most unread bytes.
+        This method first closes the connection with the most unread bytes.
         """
         for connection in account.connections:
             connection.count_unread()
@@ -354,23 +355,26 @@ PRICES: Mapping[str, float] = {
 #: Points for a line that is no request.
 BAD_PRICE = 4.0
 
-#: Bytes, received or sent, that cost one point in addition to the price of their request.
+#: A request costs one point more for each BYTES_PER_POINT bytes of its answer. An invalid line
+#: costs one point more for each BYTES_PER_POINT bytes of the line.
 BYTES_PER_POINT = 16 << 10
 
-#: Points for one user's acts, per second (half of the event loop's points) and in one burst.
+#: One user's budget for acts: points per second (half of the event loop's points), and the most
+#: points in one burst.
 ACTS = 10_000.0, 20_000.0
 
-#: Points for one user's reads, per second (a fifth of the event loop's points) and in one burst.
+#: One user's budget for reads: points per second (a fifth of the event loop's points), and the most
+#: points in one burst.
 READS = 4_000.0, 8_000.0
 
-#: The most long requests of one user that are read at the same time.
+#: The most long requests of one user that the broker reads at the same time.
 MAX_LONG = 4
 
-#: New connections of one user, per second and in one burst.
+#: One user's budget for new connections: the number per second, and the most in one burst.
 CONNECTS = 500.0, 1_000.0
 
-#: A connection closed for abuse costs as much as this many new connections, so that a user who
-#: connects again at once has to wait.
+#: If the broker closes a connection for abuse, this costs as much as this many new connections. So
+#: a user who connects again at once has to wait.
 ABUSE_PRICE = 25.0
 
 
@@ -384,20 +388,24 @@ class UserAccount:
         self.connects = TokenBucket(*CONNECTS, now)
         self.connections: set[Requester] = set()
         self.watchers = 0
-        #: Connections with an incomplete long request: those that are read, and those that wait.
+        #: ``long``: connections from which the broker reads the rest of a long request. ``longer``:
+        #: connections whose long request waits for its turn.
         self.long: set[Requester] = set()
         self.longer: dict[Requester, None] = {}
-        #: Bytes received but not handled; bytes sent but not read.
+        #: ``buffered``: bytes that the broker has received but not handled. ``unread``: bytes that
+        #: the broker has sent but the peer has not read.
         self.buffered = 0
         self.unread = 0
-        #: Messages that wait for the ``launched`` of their session.
+        #: The number of messages that wait for ``launched``, which names the process of their
+        #: session.
         self.early = 0
-        #: Connections with a request for this turn, and points that the user may spend in it.
+        #: ``ready``: connections with a request that can be handled now. ``deficit``: the points
+        #: that the user may still spend in this turn.
         self.ready: dict[Requester, None] = {}
         self.deficit = 0.0
         self.active = False
-        #: Connections whose request waits for the budget. For a read, also the time at which the
-        #: broker refuses it.
+        #: Connections whose next act or whose read waits for the budget. ``waiting_reads`` also has
+        #: the time at which the broker refuses the read.
         self.waiting_acts: deque[Requester] = deque()
         self.waiting_reads: deque[tuple[Requester, float]] = deque()
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Claims the file of the broker's socket for one broker, and accepts connections to it."""
+"""Lets only one broker use the file of a socket, and accepts connections to this socket."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from .auth import User, peer_of, shown
 from .connection import Connection, Service
 from .dispatch import Dispatcher
 
-#: Connections that may wait in Linux, because hundreds of notebooks may start at the same time.
+#: The most connections that Linux queues until the broker accepts them (listen(2)). Hundreds of
+#: notebooks may start at the same time.
 BACKLOG = 512
 
 
 def is_machine_wide(path: Path) -> bool:
-    """Return whether a broker at ``path`` serves all users: root runs it, below ``/run``."""
+    """Return whether a broker at ``path`` serves all users: it runs as root, below ``/run``."""
     return os.geteuid() == 0 and is_machine_path(path)
 
 
@@ -121,8 +122,8 @@ class Claim:
     def close(self) -> None:
         """Remove the socket's file, if it still belongs to this broker, and release the lock.
 
-        The file of the machine's broker stays. Without it, a kernel that starts before the next
-        broker would start a broker of its user.
+        The machine's broker leaves the socket's file. Without this file, a kernel that starts
+        before the machine's next broker would start a broker for its own user.
         """
         try:
             found = os.lstat(self.path)
@@ -140,7 +141,7 @@ class Claim:
         self._note_bound()
         # The broker, not the service manager, decides who may connect.
         self.path.chmod(0o666 if self.machine_wide else 0o600)
-        # The Door closes this copy, and the given socket stays for the next broker.
+        # Listen on a copy. The Door closes the copy, and the given socket stays open.
         listening = given.dup()
         listening.setblocking(False)
         listening.listen(BACKLOG)
@@ -205,8 +206,9 @@ class Claim:
                 ) from None
             if _is_at(lock, name):
                 break
-            # Between the two calls, the broker that held the lock has removed the lock's file.
-            # Another broker may have made a new file.
+            # Between os.open and flock, the broker that held the lock removed the lock's file. So
+            # this lock protects nothing. Try again, because another broker may have made a new
+            # file.
             os.close(lock)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n{local_machine.pid_namespace()}\n".encode(), 0)
@@ -268,7 +270,7 @@ LOBBY = 128
 #: Seconds for which the broker accepts no connections when no descriptors are left.
 PAUSE = 0.2
 
-#: Seconds between two log records about a lack of descriptors.
+#: If the broker lacks descriptors, it logs this at most once in this many seconds.
 COMPLAIN = 60.0
 
 #: Descriptors that the broker needs for other things than connections.
@@ -276,7 +278,7 @@ RESERVED = 64
 
 
 def connection_limit() -> int:
-    """Return for how many connections this process has enough descriptors."""
+    """Return the most connections for which this process has descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(16, soft - RESERVED)
 
@@ -289,8 +291,8 @@ class Door:
     disconnecting all the time. Here, a connection that exceeds its user's budget waits as a bare
     socket.
 
-    ``make`` returns the protocol of a new connection. ``user`` names the owner of a user's own
-    socket.
+    ``make`` returns the protocol of a new connection. ``user`` is the user to whom the socket
+    belongs; "" for the socket for all users.
     """
 
     def __init__(
@@ -425,7 +427,7 @@ def _hung_up(accepted: socket.socket) -> bool:
 
 @lru_cache(maxsize=64)
 def _refusal(uid: User, rate: float) -> bytes:
-    """Return the refusal for a connection that has no place to wait."""
+    """Return the error for a connection that is refused because LOBBY others already wait."""
     error = RefusedError(
         f"{shown(uid)} connects to the broker more often than {rate:g} times a second.",
         code=Code.BUSY,
@@ -436,7 +438,7 @@ def _refusal(uid: User, rate: float) -> bytes:
 
 
 class Server:
-    """Serves ``service`` at one listening socket at a time."""
+    """Accepts connections for ``service`` at one socket; a new socket replaces the old one."""
 
     def __init__(self, service: Service, log: logging.Logger) -> None:
         self._service = service

@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Serves one socket for each user with kernels in containers; its peers belong to that user.
+"""Serves a separate socket for each user who has kernels in containers.
 
 A user id in a container does not name a user of the machine. So the mounted folder shows to which
 user a container belongs. Root (or Docker, or the kubelet) makes a folder ``users/NAME`` beside the
-machine's socket, and starts the container with this folder mounted in place of the folder of the
-machine's socket. This module finds the folder and serves a socket there. No other user of the
-machine may enter ``users``.
+machine's socket. It mounts this folder into the container, at the path where the machine has the
+folder of its socket. This module finds the folder and serves a socket in it. Every peer of this
+socket belongs to the user NAME. No other user of the machine may enter ``users``.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ LOOK = 0.5
 #: The allowed names of users' folders. Hidden folders are the broker's own.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}")
 
-#: The name, in the folder of users, of the files that all containers get.
+#: The folder below the folder of users that contains the files for all containers.
 _MADE = ".inside"
 
 
 @dataclass(frozen=True)
 class _Served:
-    """A user's socket: the door that accepts its connections, its folder and its file.
+    """A user's socket that the broker serves now; ``door`` accepts its connections.
 
-    ``folder`` is a descriptor that stays open while the socket is served, so that no other folder
-    gets the same inode.
+    ``folder`` is a descriptor of the user's folder. It stays open while the broker serves the
+    socket, so that no other folder gets the same inode. ``socket`` is the device and inode of the
+    socket's file.
     """
 
     door: Door
@@ -81,10 +82,10 @@ class UserSockets:
         self._mounts = mounts
         self._log = log
         self._served: dict[str, _Served] = {}
-        #: Descriptors of folders whose socket was removed. A new folder of the same name is served
-        #: again.
+        #: By name: the descriptor of a folder whose socket was removed. The broker no longer serves
+        #: this folder, but it serves a new folder of the same name.
         self._revoked: dict[str, int] = {}
-        #: Folders that cannot be served, and why. Each of them is logged once.
+        #: By name: why the broker cannot serve the folder. The broker logs each reason once.
         self._refused: dict[str, str] = {}
 
     def prepare(self) -> None:
@@ -93,7 +94,7 @@ class UserSockets:
         Raises
         ------
         OSError
-            If that is not possible.
+            If the folder cannot be made or its mode cannot be set.
         """
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._folder.chmod(0o700)  # an account that can enter this folder can act as every user
@@ -227,11 +228,11 @@ def _bind(path: Path) -> socket.socket:
 
 
 def _let_all_connect(path: Path) -> None:
-    """Let all users connect to a socket, by its mode.
+    """Set the mode of a socket so that all users may connect to it.
 
     A container that may write in the folder may have replaced the socket with a link. So this
-    function opens the file, checks it, and changes the mode of the open file. It does not change
-    the umask, because all threads share the umask.
+    function opens the file, checks it, and changes the mode of the open file. A change of the umask
+    before bind() would affect all threads.
     """
     found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

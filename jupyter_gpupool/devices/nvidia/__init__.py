@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVIDIA's GPUs: NVML, and the driver's checkpoint calls, each in child processes.
+"""NVIDIA's GPUs: child processes call NVML and the driver's checkpoint functions.
 
 ``service`` is the entry module: it imports the other modules, and none of them imports it. No
 module here imports ``pynvml`` or ``cuda`` at its top: only child processes load a vendor library.
@@ -21,7 +21,7 @@ __all__ = ["inspect", "interpreter", "open_devices"]
 
 
 def open_devices(options: DeviceOptions) -> Devices:
-    """Return the object for this machine's NVIDIA GPUs; it has not searched for them yet.
+    """Return the :class:`Devices` of this machine's NVIDIA GPUs; its ``start`` finds the GPUs.
 
     Raises
     ------

@@ -21,22 +21,24 @@ from ..model import SuspendStatus
 from . import checkpoint
 from .checkpoint import DriverAnswer
 
-#: If a lock call takes this many seconds more than its own time-out, its worker counts as hung.
+#: The driver ends a lock call after the call's own time-out. If the worker has not answered this
+#: many seconds later, the worker counts as hung.
 LOCK_GRACE = 5.0
 
-#: Time-out in seconds for a query about a process, as long as the operation has changed nothing.
-#: The driver answers at once or, during a copy, after the copy. It never answers for a frozen
-#: process. Other sessions wait for the device meanwhile, so the time-out is short.
+#: Time-out in seconds for a query of a process's state before an operation changes anything. The
+#: driver answers at once. If it copies memory of the process, it answers after the copy. If the
+#: process is frozen, it never answers. Other sessions wait for the device during the query, so the
+#: time-out is short.
 PATIENCE = 10.0
 
-#: A copy with fewer bytes per second counts as hung. The slowest copy seen in the field was twice
-#: as fast.
+#: The lowest speed of a copy, in bytes per second. It sets the time-out of a copy. The slowest copy
+#: seen in practice was twice as fast.
 SLOWEST_COPY = 0.5e9
 
-#: Bytes by which the host memory of a process must change during a slow copy. The total memory or
-#: its shared part must rise by this much above its highest value so far, or fall by this much below
-#: its lowest value so far. If this does not happen within the time for the whole copy, the copy
-#: counts as hung.
+#: A copy that exceeds its time-out gets the same time again, as long as the host memory of the
+#: process changes. Otherwise the copy counts as hung. During each time-out, the total memory or its
+#: shared part must rise by PROGRESS bytes above its highest value so far, or fall by PROGRESS bytes
+#: below its lowest value so far.
 PROGRESS = 16 << 20
 
 #: The states before and after a successful call.
@@ -50,11 +52,12 @@ _STATES = {
 #: States in which a transfer is under way.
 _COPYING = ("checkpointing", "restoring")
 
-#: The code that this module itself returns when the worker was lost and the call had no effect.
+#: An error code of this module, not of the driver: the worker was lost during a call, and the
+#: driver's state does not show that the call succeeded.
 LOST = "WORKER_LOST"
 
-#: Refusals that mean "this process has no CUDA context". If another refusal counted, the pool
-#: would give away memory that is still in use.
+#: The error codes that mean "this process has no CUDA context". If this set had a code with another
+#: meaning, the pool would give away memory that is still in use.
 _NO_CONTEXT = {
     "CUDA_ERROR_INVALID_VALUE",
     "CUDA_ERROR_NOT_INITIALIZED",
@@ -66,7 +69,7 @@ _NO_CONTEXT = {
 
 
 class Refused(Exception):
-    """The operation cannot continue, and its steps must be undone."""
+    """An operation cannot continue, and the steps that it has done must be undone."""
 
     def __init__(self, status: SuspendStatus, message: str) -> None:
         super().__init__(message)
@@ -80,9 +83,9 @@ class SessionCalls:
     Parameters
     ----------
     lock_timeout:
-        Seconds for submitted work to drain.
+        Seconds that a lock waits for the end of submitted GPU work.
     call_timeout:
-        Seconds for any other driver call, without the time for copying.
+        Seconds for any other driver call. A call that copies memory gets more time.
     alone:
         Whether to call the driver for ``root`` only, not for the session's other processes.
     """
@@ -111,11 +114,12 @@ class SessionCalls:
         self.driver_seconds = 0.0
         #: Whether a process of the session has called cuInit; None: unknown.
         self.cuda: bool | None = False
-        #: Every process of the session that was found so far.
+        #: The pids of all processes of the session that were found so far.
         self.pids: set[int] = set()
-        #: Answers of :meth:`bring_back` that :meth:`call` has not returned yet.
+        #: The answers that :meth:`bring_back` got from the worker. :meth:`call` returns each of
+        #: them once, and removes it.
         self._made: dict[tuple[str, ProcessId], DriverAnswer] = {}
-        #: The error that reported the loss of the worker during :meth:`bring_back`.
+        #: If the worker was lost during :meth:`bring_back`: the error that says so.
         self._lost: ChildLost | DriverError | None = None
 
     @property
@@ -124,11 +128,11 @@ class SessionCalls:
         return self._copy_timeout
 
     def allow_copy(self, size: int) -> None:
-        """Give the following calls the time to copy ``size`` bytes."""
+        """Set the time-out of all later calls that copy: enough time to copy ``size`` bytes."""
         self._copy_timeout = self._call_timeout + size / SLOWEST_COPY
 
     def limit_patience(self, seconds: float) -> None:
-        """Set the seconds that :meth:`probe` waits from now on."""
+        """Let :meth:`probe` wait at most ``seconds`` seconds from now on."""
         self._patience = seconds
 
     def refusal(self, process: ProcessId, answer: DriverAnswer) -> Refused:
@@ -190,9 +194,10 @@ class SessionCalls:
     async def look(self, known: Sequence[ProcessId] = ()) -> dict[ProcessId, str]:
         """Return the result of :meth:`probe` for each process of :meth:`members`, in that order.
 
-        If all of ``known`` are suspended, it returns only these. One message to the worker covers
-        all processes. If the worker dies or hangs on that message, this method sends one message
-        for each process, to find the process that does not answer.
+        If all processes in ``known`` are suspended, the result has only these processes. At first
+        this method sends the worker one message for all processes. If the worker dies or hangs on
+        this message, the method sends one message for each process, to find the process that does
+        not answer.
         """
         patience = min(self._patience, self._call_timeout)
         try:
@@ -224,9 +229,10 @@ class SessionCalls:
         thread: DriverAnswer | None = None,
         state: DriverAnswer | None = None,
     ) -> str:
-        """Return the driver's state of a process, empty if it has no CUDA context.
+        """Return the driver's state of a process; "" if the process has no CUDA context.
 
-        ``thread`` and ``state`` are the driver's latest answers, if any.
+        ``thread`` and ``state`` are answers that the driver has already given. For an answer that
+        is None, this method asks the driver.
         """
         patience = min(self._patience, self._call_timeout)
         answer = thread or await self._query("thread", process, patience)
@@ -244,9 +250,9 @@ class SessionCalls:
             raise Refused("drain", answer.message)
         if answer.outcome == "refused" and context:
             raise self.refusal(process, answer)
-        # If the process has no context, the driver's "running" does not prove that the process has
-        # called cuInit. The code assumes that it has, because this is safe: the session then stays
-        # on the devices that the process sees.
+        # The driver may report "running" for a process without a context, even if the process has
+        # not called cuInit. Assume that the process has called cuInit. This is safe: the session
+        # then stays on the devices that the process sees.
         if answer.outcome == "ok":
             self.cuda = True
         elif answer.code != checkpoint.NOT_INITIALIZED:
@@ -256,10 +262,10 @@ class SessionCalls:
         return answer.value
 
     async def state(self, process: ProcessId, patience: float | None = None) -> DriverAnswer:
-        """Wait until no transfer is under way, and return the driver's state.
+        """Wait until the driver copies no memory of the process; return the driver's state.
 
-        The driver answers only after the transfer, so this method waits up to ``patience`` seconds
-        (None: enough for a copy).
+        During a copy, the driver does not answer, or reports the copy as the state. This method
+        waits for at most ``patience`` seconds. None means the time-out of a copy.
         """
         patience = self._copy_timeout if patience is None else patience
         deadline = time.monotonic() + patience
@@ -287,10 +293,10 @@ class SessionCalls:
         locked: Sequence[ProcessId],
         mapping: Mapping[str, str] | None,
     ) -> None:
-        """Restore and then unlock processes with one message; :meth:`call` returns the answers.
+        """Restore ``suspended`` and then unlock ``locked``, with one message to the worker.
 
-        The worker stops at the first call that fails. :meth:`call` then makes the remaining calls
-        itself.
+        The worker stops at the first call that fails. The caller then uses :meth:`call` for each
+        step as usual: it returns the worker's answer, or makes the call if the worker has not.
         """
         calls = len(suspended) + len(locked)
         timeout = self._copy_timeout + self._call_timeout * (calls - 1)
@@ -340,26 +346,28 @@ class SessionCalls:
                 return DriverAnswer(
                     "refused", LOST, f"The driver did not answer: {lost}", now.value
                 )
-            # Repeat the call: the state shows that it had no effect. The worker has died, so the
-            # call cannot take effect later. If the worker hung, only an unlock is safe to repeat.
+            # Repeat the call, because the state shows that the call had no effect. A call of a dead
+            # worker cannot take effect later. A call of a hung worker may take effect later, so
+            # after a hang only an unlock is safe to repeat.
             lost = None
             await asyncio.sleep(RETRY_PAUSE)
 
     async def _outcome(self, op: str, process: ProcessId) -> DriverAnswer:
         """Return the state after a call whose worker is lost, as soon as the driver answers.
 
-        The driver may not answer during a copy. This method may wait for the end of a copy for any
-        time: nothing is lost meanwhile.
+        The driver may not answer during a copy. This method waits for the end of the copy as long
+        as the copy makes progress (``PROGRESS``). The wait may be long, but nothing is lost.
         """
         if op == "lock":
-            # A lock copies nothing, but may wait for work on the GPU without a time limit.
+            # The time-out is short: a lock copies nothing, but may wait for GPU work without end.
             return await self.state(process, min(self._patience, LOCK_GRACE))
         least = most = procfs.resident(process)
         while True:
             now = await self.state(process)
             seen = procfs.resident(process)
-            # Compare with all values so far: otherwise a thread that keeps allocating and freeing
-            # memory would look like a copy, and the operation would wait without end.
+            # Compare with the highest and lowest values so far, not with the last value. Otherwise
+            # a thread that allocates and frees memory again and again would look like a copy, and
+            # the operation would wait without end.
             moved = max(*(a - b for a, b in zip(seen, most, strict=True)),
                         *(b - a for a, b in zip(seen, least, strict=True)))  # fmt: skip
             if now.outcome != "hung" or moved < PROGRESS:

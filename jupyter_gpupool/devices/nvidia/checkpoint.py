@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of one process: a thin typed layer on ``cuda.core.checkpoint``.
 
-Runs in a worker child. cuda.core's failures differ only in their text; only this module turns the
-text into a code. Each call first compares the start time of the process, because another process
-may have got the pid. It also checks that the process is not stopped (SIGSTOP): every driver call on
-a stopped process hangs.
+This module runs in a worker child. The errors of cuda.core differ only in their text, so this
+module turns the text into a code. Before each call, it compares the start time of the process,
+because another process may now have the pid. It also checks that the process is not stopped
+(SIGSTOP), because every driver call on a stopped process hangs.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ NOT_READY = "CUDA_ERROR_NOT_READY"
 NOT_INITIALIZED = "CUDA_ERROR_NOT_INITIALIZED"
 INVALID_VALUE = "CUDA_ERROR_INVALID_VALUE"
 
-#: Refusals that do not mean that the process is dying.
+#: Error codes that the driver does not return because a process is dying. After any other code,
+#: :func:`_call` checks whether the process is dying.
 _PLAIN = {NOT_SUPPORTED, NOT_READY}
 
 _CODE = re.compile(r"\bCUDA_ERROR_[A-Z0-9_]+")
 _UNKNOWN_STATE = re.compile(r"Unknown CUDA checkpoint process state: (\d+)")
 
-#: States that cuda.core 1.x does not know: a transfer is under way (driver 615+).
+#: Numbers of states that cuda.core 1.x does not know. Driver 615 and newer report them while they
+#: copy the memory of a process.
 _LATER_STATES = {"4": "checkpointing", "5": "restoring"}
 
 
 @dataclass(frozen=True, slots=True)
 class DriverAnswer:
-    """The result of one driver call; ``seconds`` is the time in the driver alone."""
+    """The result of one driver call; ``seconds`` is the time that the driver took."""
 
     outcome: Outcome
     code: str = ""
@@ -61,9 +63,9 @@ class DriverAnswer:
 def classify(error: Exception) -> tuple[str, str]:
     """Return a stable code and a text for an error of cuda.core.
 
-    cuda.core reports both "not found" and "not supported" as a driver that is too old. If the
-    self-test has passed, the driver is not too old. The error then means that this process cannot
-    be suspended.
+    If the driver reports "not found" or "not supported", the text of cuda.core says that the driver
+    is too old. If the self-test has passed, this is wrong: the error then means that the process
+    cannot be suspended.
     """
     text = str(error)
     match = _CODE.search(text)
@@ -77,8 +79,8 @@ def classify(error: Exception) -> tuple[str, str]:
 def initialise() -> str:
     """Call cuInit, without making a context; return the CUDA version of the driver.
 
-    A restore needs persistence mode or a caller that has called cuInit. A restore needs no context.
-    This function makes no context, because a context takes device memory as long as it exists.
+    Without persistence mode, a restore works only if its caller has called cuInit. The caller needs
+    no context, and a context would take device memory as long as it exists.
 
     Raises
     ------
@@ -106,17 +108,17 @@ def initialise() -> str:
             next_step=f"Run: {interpreter.INSTALL}",
         ) from None
     except RuntimeError as error:
-        # No libcuda.so.1 (DynamicLibNotFoundError), or one without a needed call.
+        # libcuda.so.1 is missing (DynamicLibNotFoundError), or does not have a needed function.
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DriverError(f"The CUDA driver cannot be loaded: {first}") from None
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _ends(process: ProcessId, tries: int) -> bool:
-    """Return whether a call failed because its process is dying.
+    """Return whether ``process`` is dying; look up to ``tries`` times.
 
-    The driver may notice the end before Linux does: the driver's thread in the process ends before
-    the process.
+    If a process is dying, a driver call may fail before Linux shows the end of the process: the
+    driver's thread in the process ends before the process.
     """
     for turn in range(tries):
         if turn:
@@ -157,23 +159,26 @@ def absent(process: ProcessId, there: str) -> str:
 
 
 def state(process: ProcessId) -> DriverAnswer:
-    """Return the process's state in ``value``.
+    """Return an answer whose ``value`` is the driver's state of the process.
 
-    It is running, locked, checkpointed, failed, checkpointing or restoring.
+    The state is running, locked, checkpointed, failed, checkpointing or restoring.
     """
     return _call(process, lambda target: target.state)
 
 
 def thread(process: ProcessId) -> DriverAnswer:
-    """Return the id of the driver's thread in the process; it exists only with a CUDA context.
+    """Return an answer whose ``value`` is the id of the driver's thread in the process.
 
-    The id is in ``value``.
+    The thread exists only if the process has a CUDA context.
     """
     return _call(process, lambda target: target.restore_thread_id)
 
 
 def lock(process: ProcessId, drain: float) -> DriverAnswer:
-    """Block new CUDA calls; wait ``drain`` seconds for submitted work, then fail (NOT_READY)."""
+    """Block new CUDA calls of a process, and wait until its submitted work has ended.
+
+    If the work has not ended after ``drain`` seconds, the call fails with NOT_READY.
+    """
     milliseconds = max(1, round(drain * 1000))  # 0 would mean no time limit
     return _call(process, lambda target: target.lock(milliseconds))
 
@@ -184,10 +189,11 @@ def checkpoint(process: ProcessId) -> DriverAnswer:
 
 
 def restore(process: ProcessId, mapping: Mapping[str, str] | None) -> DriverAnswer:
-    """Restore a checkpointed process; it stays locked. Too little memory is fatal to the process.
+    """Move a checkpointed process's memory back to a device; the process stays locked.
 
-    ``mapping`` maps the UUID (as NVML shows it) of *every* GPU of the machine to the UUID of the
-    GPU that replaces it. None means that each GPU stays.
+    Too little free device memory is fatal to the process. ``mapping`` has an entry for *every* GPU
+    of the machine: it maps the UUID of the GPU (as NVML shows it) to the UUID of the GPU that
+    replaces it. None means that the process returns to its old GPUs.
     """
     pairs = None
     if mapping is not None:
@@ -207,17 +213,17 @@ def _plain(uuid: str) -> str:
 def complete_mapping(
     origin: tuple[str, ...], target: tuple[str, ...], everything: tuple[str, ...]
 ) -> dict[str, str] | None:
-    """Return a permutation of ``everything`` that moves ``origin[i]`` to ``target[i]``.
+    """Return a map of all GPUs that moves ``origin[i]`` to ``target[i]``; None if no device moves.
 
-    The driver wants every GPU that it sees in the map, even if CUDA_VISIBLE_DEVICES hides it from
-    the process. The last device of a chain of moves maps to the first device of the chain, so that
-    each device maps to a device of the same model. Other devices map to themselves. The result is
-    None if no device moves.
+    The map must have every GPU that the driver sees (``everything``), even a GPU that
+    CUDA_VISIBLE_DEVICES hides from the process. If A moves to B and B moves to C, the map also
+    moves C to A. So each device maps to a device of the same model. All other devices map to
+    themselves.
 
     Raises
     ------
     ValueError
-        If the two lists do not match, or one of them names a device twice.
+        If ``origin`` and ``target`` differ in length, or one of them names a device twice.
     """
     if len(origin) != len(target) or len({*origin}) != len(origin) or len({*target}) != len(target):
         raise ValueError(f"{origin} cannot be mapped one to one onto {target}.")

@@ -9,14 +9,16 @@
 ``packages``                   prints which of NVIDIA's packages this interpreter has, and ends
 =============================  ====================================================================
 
-A program reads requests from stdin and writes answers to stdout, one JSON object per line. Request:
-``{"id": 7, "op": "sample", ...}``. Answer: ``{"id": 7, ...}`` with the handler's result, or
-``{"id": 7, "error": text, "code": text}``. An event, without a request: ``{"event": ...}``; the
-first line is ``{"event": "ready", "problem": ...}``.
+A program reads requests from stdin and writes answers to stdout. Each line is one JSON object.
 
-A program may be killed at any time. A worker makes many calls, because a new process for each call
-would also need a cuInit for each call. After the loss of a worker, the broker asks a new worker for
-the driver's state.
+- A request has an operation: ``{"id": 7, "op": "sample", ...}``.
+- Its answer has the handler's result: ``{"id": 7, ...}``.
+- If the operation fails, the answer is ``{"id": 7, "error": text, "code": text}``.
+- An event has no request: ``{"event": ...}``. The first line of each program is the event
+  ``{"event": "ready", "problem": ...}``.
+
+A program may be killed at any time. One worker makes many calls, because each new worker must call
+cuInit first. If a worker is lost, the broker asks a new worker for the driver's state.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ NICE = 5
 #: Bytes of the self-test's pattern: more than one 2 MiB page of device memory.
 SIZE = 4 << 20
 
-#: Each piece of the pattern begins with the number of the piece. The random bytes after the number
-#: are the same in all pieces.
+#: The pattern consists of pieces of _NOISE bytes. The first _NUMBER bytes of a piece are the number
+#: of the piece. The other bytes are random, but equal in all pieces.
 _NOISE, _NUMBER = 1 << 16, 4
 
 _PR_SET_PDEATHSIG = 1
@@ -60,8 +62,8 @@ _write_lock = threading.Lock()
 def die_with_parent(parent: int) -> None:
     """Ask Linux to kill this process when its parent dies, even during a driver call.
 
-    The end of stdin also shows the parent's death, but a process that hangs in a driver call does
-    not read stdin.
+    If the parent dies, stdin ends, too. But a process that hangs in a driver call does not read
+    stdin, so it would not notice the end.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above
@@ -71,9 +73,9 @@ def die_with_parent(parent: int) -> None:
 def be_nice() -> None:
     """Lower this process's priority: a sample can wait, but a kernel that requests a GPU cannot.
 
-    If Linux groups processes by session (autogroup), only the niceness of the group counts, so this
-    function sets it, too. It also makes this process a batch process, which never interrupts
-    another process when it wakes.
+    If Linux groups processes by session (autogroup), only the niceness of the group counts. So this
+    function also sets the niceness of the group. In addition, it sets the policy SCHED_BATCH: a
+    process with this policy does not interrupt other processes when it wakes.
     """
     os.nice(NICE)
     with contextlib.suppress(OSError):
@@ -83,7 +85,7 @@ def be_nice() -> None:
 
 
 def claim_stdout() -> int:
-    """Return a descriptor for answers, and send all other output to stderr."""
+    """Return a copy of stdout for the answers, and redirect all other output to stderr."""
     out = os.dup(1)
     os.set_inheritable(out, False)
     os.dup2(2, 1)
@@ -120,7 +122,10 @@ def serve(out: int, handlers: Mapping[str, Handler]) -> None:
 
 
 def monitor(out: int) -> dict[str, Handler]:
-    """Start NVML. After ``watch``, a thread waits for Xid errors and sends an event for each."""
+    """Start NVML and return the handlers.
+
+    The handler ``watch`` starts a thread that sends an event for each failure of a device (Xid).
+    """
     from .nvml import Nvml
 
     be_nice()
@@ -178,10 +183,11 @@ def worker(_out: int) -> dict[str, Handler]:
         return member
 
     def look(root: dict[str, int], session: str, known: list[dict[str, int]]) -> dict[str, Any]:
-        """Return the result of ``find``, and add the driver's thread and state of each process.
+        """Return the session's processes, with the driver's answers to "thread" and "state".
 
-        ``known`` are processes that were suspended. If all of them are still suspended, no other
-        process of the session can have state, so this function does not read /proc.
+        ``known`` are the processes of the last suspend. If all of them are still suspended, no
+        other process of the session can have state. In this case the function does not search in
+        /proc, and returns only ``known``.
         """
         top = procfs.presence(ProcessId(**root))
         suspended = [
@@ -201,7 +207,7 @@ def worker(_out: int) -> dict[str, Handler]:
         locked: list[dict[str, int]],
         mapping: dict[str, str] | None,
     ) -> dict[str, Any]:
-        """Restore and then unlock processes, up to the first call that fails."""
+        """Restore ``suspended``, then unlock ``locked``; stop at the first call that fails."""
         answers: list[dict[str, Any]] = []
         todo = [*(("restore", each) for each in suspended), *(("unlock", each) for each in locked)]
         for op, process in todo:
@@ -225,8 +231,8 @@ class ProcessFinder:
     def find(self, root: dict[str, int], session: str, again: bool) -> dict[str, Any]:
         """Return the processes of a session, see :func:`members.session_members`.
 
-        ``again`` says that the same operation has called this method before. If the machine still
-        has exactly the same processes, this method reads only those that it found before.
+        ``again`` says whether the same operation has called this method before. If the machine has
+        the same pids as at that call, this method only reads the processes that it found then.
         """
         top = ProcessId(**root)
         about = (top, session, procfs.all_pids())
@@ -264,7 +270,7 @@ class Pattern:
         device = self._call(driver.cuDeviceGet, 0)
         self._call(driver.cuCtxSetCurrent, self._call(driver.cuDevicePrimaryCtxRetain, device))
         self._memory = self._call(driver.cuMemAlloc, SIZE)
-        # Keep the buffers: touching new pages for each check takes longer than the copies.
+        # All checks use the same two buffers: the first use of new memory takes longer than a copy.
         self._pattern, self._found = bytearray(SIZE), bytearray(SIZE)
         for place in range(0, SIZE, _NOISE):
             self._pattern[place : place + _NUMBER] = (place // _NOISE).to_bytes(_NUMBER, "big")
@@ -277,21 +283,22 @@ class Pattern:
         return values[0] if values else None
 
     def _write(self) -> None:
-        # All pieces get the same random bytes: new ones for each piece would take much longer.
+        # All pieces get the same random bytes, because new random bytes for each piece would take
+        # much longer.
         noise = self._random.randbytes(_NOISE - _NUMBER)
         for place in range(0, SIZE, _NOISE):
             self._pattern[place + _NUMBER : place + _NOISE] = noise
         self._call(self._driver.cuMemcpyHtoD, self._memory, self._pattern, SIZE)
 
     def check(self) -> dict[str, Any]:
-        """Compare the bytes, and write new ones for the next check."""
+        """Compare the bytes on the device with the pattern; write new bytes for the next check."""
         self._call(self._driver.cuMemcpyDtoH, self._found, self._memory, SIZE)
         same = self._found == self._pattern
         self._write()
         return {"same": same}
 
     def over(self, size: int) -> dict[str, Any]:
-        """Try to allocate ``size`` bytes; free them again, and return the result."""
+        """Try to allocate ``size`` bytes, and free them again. Return the driver's result."""
         result, *pointer = self._driver.cuMemAlloc(size)
         if result == self._driver.CUresult.CUDA_SUCCESS:
             self._call(self._driver.cuMemFree, *pointer)

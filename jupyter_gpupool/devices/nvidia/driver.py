@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVIDIA's driver: what each version can do at most, and sentences for its problems.
+"""What each version of NVIDIA's driver can do at most, and sentences about the driver's problems.
 
-The version can only show that an ability is missing. The self-test decides what a device can do.
+A version can prove that the driver lacks an ability. Only the self-test of a device can prove that
+the device has the ability.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ...errors import GPUPoolError
 from ..model import Finding, Verdict
 from . import interpreter
 
-#: First driver with the checkpoint calls in its API (CUDA 12.8). cuda.core refuses older ones.
+#: First driver that has the checkpoint calls (CUDA 12.8). cuda.core refuses older drivers.
 SUSPEND_FLOOR = 570
 #: First driver that can restore a process on another device of the same model.
 MIGRATE_FLOOR = 580
@@ -25,7 +26,8 @@ MODULE = Path("/proc/driver/nvidia/version")
 
 WITHOUT_GPU = "To try the pool without a GPU, set c.GPUPool.emulate = '2x16GiB'."
 
-#: Sentences for NVML's errors at initialisation, by the name of NVML's constant.
+#: Sentences about the errors of nvmlInit. A key is the name of an NVML constant without
+#: ``NVML_ERROR_``.
 _PROBLEMS = {
     "LIBRARY_NOT_FOUND": (
         "No NVIDIA driver was found: libnvidia-ml.so.1 cannot be loaded. "
@@ -55,11 +57,11 @@ class Capabilities:
 
 
 def kill_hazard(module: Path = MODULE) -> str:
-    """Return why the loaded driver needs a suspend of a resumed process before the kill.
+    """Return why the pool must suspend a resumed process again before it kills the process.
 
-    Return "" if no such problem of this driver is known. On the open kernel module 595.71.05,
-    killing a restored process has hung the whole machine (NVIDIA/cuda-checkpoint, issue 53). If the
-    process is suspended again before the kill, the machine does not hang.
+    Return "" if this is not needed with the loaded driver. With the open kernel module 595.71.05,
+    the kill of a restored process has hung the whole machine (NVIDIA/cuda-checkpoint, issue 53). If
+    the process is suspended again before the kill, the machine does not hang.
     """
     try:
         text = module.read_text(errors="replace")
@@ -79,7 +81,7 @@ def kill_hazard(module: Path = MODULE) -> str:
 def capabilities(driver_version: str) -> Capabilities:
     """Return the most that driver ``driver_version`` (such as ``"580.95.05"``) can do.
 
-    If the version cannot be read, the result excludes nothing.
+    If ``driver_version`` has no number, the result says that the driver can do everything.
     """
     match = re.match(r"\d+", driver_version)
     if match is None:
@@ -112,7 +114,7 @@ def problem(name: str, text: str) -> str:
 
 
 def device_python(configured: str) -> list[Finding]:
-    """Check the interpreter of the broker's device processes, and NVIDIA's packages in it."""
+    """Check the Python of the broker's child processes, and its packages from NVIDIA."""
     try:
         found = interpreter.ask(interpreter.choose(configured))
     except GPUPoolError as error:

@@ -25,7 +25,7 @@ Operations = Callable[[ProcessId, str], Operation]
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Results of one device's tests; ``unguarded``: why the guard does not work there."""
+    """Results of one device's tests; ``unguarded`` says why the guard does not work on it."""
 
     verdict: Abilities
     unguarded: str = ""
@@ -58,9 +58,10 @@ class Examiner:
         *,
         retire: bool = False,
     ) -> Findings:
-        """Test ``device`` with the guard; test it without the guard only if the first test fails.
+        """Test ``device`` with the guard; if this test fails, test the device without the guard.
 
-        ``retire``: see :func:`selftest.judge`.
+        If the examiner has no guard, only the test without the guard runs. For ``retire``, see
+        :func:`selftest.judge`.
         """
 
         async def judge(frame: Frame, env: Mapping[str, str]) -> Abilities:
@@ -90,7 +91,11 @@ class Examiner:
         return Findings(verdict, unguarded if verdict.tested else verdict.reason)
 
     def apply(self, found: Findings, device: Device, limits: str) -> Device:
-        """Return ``device``, updated by the findings; ``limits`` says what its driver cannot do."""
+        """Return ``device`` with the results in ``found``.
+
+        ``limits`` says what the driver cannot do. It becomes the reason of the device's tier if
+        the tests give no reason.
+        """
         verdict = found.verdict
         tier: Tier = "guarded" if self._guard and not found.unguarded else "unguarded"
         unguarded = found.unguarded
@@ -111,7 +116,7 @@ class Examiner:
         )
 
     def trust(self, device: Device, known: Device) -> Device:
-        """Return the device with an earlier broker's test results."""
+        """Return ``device`` with the test results of ``known``, its record by an earlier broker."""
         tier, reason = known.tier, known.tier_reason
         if tier == "guarded":
             try:
@@ -132,8 +137,8 @@ class Examiner:
             can_migrate=known.can_migrate,
             tier_reason=reason,
             context_bytes=known.context_bytes,
-            # The earlier value was measured without sessions. Memory that is in use now may belong
-            # to sessions.
+            # Do not measure this again: memory that is in use now may belong to sessions. There
+            # were no sessions when the earlier broker measured its value.
             memory_reserved=max(device.memory_reserved, known.memory_reserved),
         )
 

@@ -1,11 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The self-test under the guard: a page, the guard's links, and answers to the guard's questions.
+"""The self-test under the guard.
 
-The test program gets all that a session gets from the broker. This test includes the plain
-self-test, and checks three facts about the guard. While the gate is open, the guard lets calls
-through. It refuses an allocation beyond the grant, with the driver's own error. It holds a call at
-a closed gate, even during a suspend and resume.
+The test program gets all that a session gets from the broker: a page, the links to the guard, and
+answers to the guard's requests. The test has all steps of the self-test without the guard. It also
+checks three facts about the guard:
+
+- The guard lets calls through while the gate is open.
+- It refuses an allocation beyond the grant, with the same error as the driver.
+- It holds a call at the closed gate, even during a suspend and resume.
 """
 
 from __future__ import annotations
@@ -28,18 +31,19 @@ from ..children import Child
 from . import selftest
 from .child_programs import SIZE
 
-#: ``GRANT``: bytes of the test's slice. ``TOO_MUCH``: an allocation of this size exceeds the slice.
-#: The context does not count.
+#: ``GRANT``: bytes of the test's slice. The context does not count. ``TOO_MUCH``: bytes of an
+#: allocation that exceeds the slice.
 GRANT = 64 << 20
 TOO_MUCH = GRANT + (1 << 20)
 
-#: Seconds for a call to reach the gate, or for calls under way to leave the driver.
+#: The test waits at most this many seconds for a call to reach the closed gate, and then again for
+#: earlier calls to return from the driver.
 GATE_TIMEOUT = 10.0
 
 #: Seconds between two reads of the page. The page sends no event when it changes.
 _POLL = 0.005
 
-#: Prefix of a test's folder; the pid of its broker follows.
+#: The name of a test's folder begins with this prefix. The pid of the test's broker follows.
 _PREFIX = "gpupool-selftest-"
 
 #: A folder whose files are only in memory. The guard also works in other folders.
@@ -76,7 +80,10 @@ class GuardFrame(selftest.Frame):
         return f"The guard did not pass its self-test on GPU {self._index}: {problem}"
 
     async def begun(self, target: Child) -> str:
-        """Return "" if the program allocated its memory through the guard, else the problem."""
+        """Return "" if the guard counts the program's memory and limits it to the grant.
+
+        Otherwise return the problem.
+        """
         before = self.page.read()
         if before.gate != page.OPEN or not any(slot.pid == target.pid for slot in before.slots):
             return "the test program's calls did not go through the guard"
@@ -89,7 +96,7 @@ class GuardFrame(selftest.Frame):
         return f"a refused allocation changed the guard's count by {left} bytes" if left else ""
 
     async def hold(self, target: Child) -> str:
-        """Close the gate, then start a call; return why the gate does not hold the call, or ""."""
+        """Close the gate, then start a call. Return "" if the gate holds it, else the problem."""
         self._opened.clear()
         self.page.set_gate(page.CLOSED)
         self._held = asyncio.create_task(super().check(target, ""))
@@ -102,7 +109,10 @@ class GuardFrame(selftest.Frame):
         return ""
 
     async def check(self, target: Child, device: str) -> bool:
-        """Open the gate on ``device``; return whether the result of the held call is right."""
+        """Give the program a slice on ``device``, open the gate, and await the held call.
+
+        Return whether the held call has read the right bytes.
+        """
         if self._held is None:
             return await super().check(target, device)
         held, self._held = self._held, None
@@ -154,7 +164,7 @@ class GuardFrame(selftest.Frame):
             request = json.loads(await reader.readline() or "{}")
             answer = {"v": 1, "type": "ok", "id": request.get("id"), "epoch": 1}
             if request.get("token") != self._token or request.get("type") != "attach":
-                answer |= {"type": "error", "code": Code.LIMIT, "message": "It is a self-test."}
+                answer |= {"type": "error", "code": Code.LIMIT, "message": "This is a self-test."}
             else:
                 await self._opened.wait()
             writer.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
@@ -170,7 +180,8 @@ class GuardFrame(selftest.Frame):
 async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIterator[GuardFrame]:
     """Yield the frame for a test program on device ``uuid`` under the guard.
 
-    ``base`` is the environment of other children; ``index`` names the device to people.
+    ``base`` is the environment of children without the guard. Messages name the device by
+    ``index``.
 
     Raises
     ------
@@ -194,7 +205,7 @@ async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIt
 
 
 def _folder() -> Path:
-    """Return a new folder with room for a page: a full file system is not a fault of the guard.
+    """Return a new folder with room for a page; try the next place if a file system is full.
 
     Raises
     ------
@@ -223,9 +234,8 @@ def _folder() -> Path:
 
 def _places() -> Iterator[Path]:
     yield _SHM
-    # gettempdir() raises if no folder for temporary files is writable, for example under a service
-    # manager that protects the file system. So this function calls it only if the first place has
-    # failed.
+    # gettempdir() raises an error if no folder for temporary files is writable, for example under a
+    # service manager that protects the file system. So call it only if the first place has failed.
     yield Path(tempfile.gettempdir())
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Choose the Python for the child processes: one whose environment has NVIDIA's packages.
+"""Choose the Python interpreter for the child processes. It must have NVIDIA's packages.
 
-Frameworks pin other versions of these packages (PyTorch 2.10 pins cuda-bindings 12.9.4). So the
-packages may be in a separate environment, and the broker's environment does not need them.
+Frameworks require other versions of these packages (PyTorch 2.10 requires cuda-bindings 12.9.4). So
+the packages may be in a separate environment, and may be missing in the broker's environment.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ...errors import ConfigError
 from ...guard.install import without_guard
 from ..child import SCRIPT
 
-#: Allowed versions of each package. cuda.core.checkpoint needs ``CUcheckpointGpuPair``.
-#: cuda-bindings has it since 13.0.2; no release 12 has it. In 13.3.0 the restore call is broken.
+#: Allowed versions of each package. cuda.core.checkpoint needs ``CUcheckpointGpuPair``, which is in
+#: cuda-bindings 13.0.2 and newer, but in no release 12. In cuda-bindings 13.3.0 the restore call is
+#: broken.
 RANGES = {
     "cuda-core": ">=1.0",
     "cuda-bindings": ">=13.0.2,!=13.3.0,<14",
@@ -40,15 +41,15 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 #: The module whose programs run in child processes.
 PROGRAMS = f"{__package__}.child_programs"
 
-#: The end of the paths of both folders: ``<environment>/share/gpupool/devices`` and
-#: ``~/.local/share/gpupool/devices``.
+#: The last two parts of the paths that :func:`places` returns:
+#: ``<environment>/share/gpupool/devices`` and ``~/.local/share/gpupool/devices``.
 _BELOW = Path("gpupool", "devices")
 
 #: Seconds for an interpreter to report its packages.
 _ASK_TIMEOUT = 60.0
 
-#: The environment of children lacks these variables. The first two variables would hide devices
-#: from the children. If a user starts the broker inside a session, the other two would make the
+#: Variables that are removed from the environment of children. The first two would hide devices
+#: from the children. If a user starts the broker inside a session, the last two would make the
 #: children count as processes of that session.
 _SCRUBBED = (
     "CUDA_VISIBLE_DEVICES",
@@ -69,10 +70,10 @@ class Found:
 
 
 def places() -> tuple[Path, Path]:
-    """Return the folders in which ``jupyter gpupool install-devices`` makes the environment.
+    """Return the two places where ``jupyter gpupool install-devices`` can make the environment.
 
-    The first folder is in this interpreter's environment. The second folder is in the user's data
-    folder, and is used if the first one cannot be written.
+    The first place is in this interpreter's environment. If the user cannot write there, the
+    command uses the second place, which is in the user's data folder.
     """
     data = os.environ.get("XDG_DATA_HOME", "")
     base = Path(data) if data.startswith("/") else Path.home() / ".local" / "share"
@@ -80,7 +81,7 @@ def places() -> tuple[Path, Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether this user or root owns ``folder``: root must not run a user's program."""
+    """Return whether this user or root owns ``folder``: root must not run a program of others."""
     try:
         return folder.stat().st_uid in (0, os.geteuid())
     except OSError:
@@ -90,9 +91,9 @@ def _is_ours(folder: Path) -> bool:
 def choose(configured: str = "") -> str:
     """Return the interpreter for child processes.
 
-    If ``configured`` (``c.GPUPool.device_python``) is set, it is the interpreter. Otherwise it is
-    the interpreter of the environment that ``jupyter gpupool install-devices`` has made. If there
-    is no such environment, it is this interpreter itself.
+    If ``configured`` (``c.GPUPool.device_python``) is set, it is the result. Otherwise the result
+    is the interpreter in the environment that ``jupyter gpupool install-devices`` has made. If this
+    environment does not exist, the result is the interpreter of this process.
 
     Raises
     ------
@@ -117,8 +118,8 @@ def choose(configured: str = "") -> str:
 def environment(python: str, env: Mapping[str, str]) -> dict[str, str]:
     """Return ``env``, changed for child processes that ``python`` runs.
 
-    For another interpreter, the result has no ``PYTHONPATH`` and no ``PYTHONHOME``: the packages in
-    those folders are for this process's version of Python.
+    If ``python`` is not this process's interpreter, the result has no ``PYTHONPATH`` and no
+    ``PYTHONHOME``: their folders have packages for this process's version of Python.
     """
     if os.path.abspath(python) == os.path.abspath(sys.executable):
         return dict(env)
@@ -128,9 +129,11 @@ def environment(python: str, env: Mapping[str, str]) -> dict[str, str]:
 def child_environment(base: Mapping[str, str] | None, python: str = "") -> dict[str, str]:
     """Return the environment for children that ``python`` runs, made from ``base``.
 
-    ``base`` None: this process's environment; ``python`` "": this process's interpreter.
+    If ``base`` is None, the environment of this process is used. If ``python`` is "", the
+    interpreter of this process is used.
     """
-    # The guard of a session must not act on a broker that was started inside it.
+    # A user may start the broker inside a session. The guard of this session must not be loaded
+    # into the broker's children.
     env = without_guard(os.environ if base is None else base)
     for name in _SCRUBBED:
         env.pop(name, None)
@@ -138,7 +141,7 @@ def child_environment(base: Mapping[str, str] | None, python: str = "") -> dict[
 
 
 def ask(python: str, env: Mapping[str, str] | None = None) -> Found:
-    """Ask ``python`` for the versions of NVIDIA's packages that it has. Blocks."""
+    """Return which versions of NVIDIA's packages ``python`` has. This function blocks."""
     import subprocess
 
     try:

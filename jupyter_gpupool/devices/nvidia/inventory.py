@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Which GPUs the machine has, what each can do, and which are set aside for maintenance.
 
-:class:`.service.DeviceService` is derived from this, and adds the operations on sessions.
+:class:`.service.DeviceService` derives from :class:`Inventory`, and adds operations on sessions.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .workers import Workers
 _SELFTESTS = 4
 
 #: Time-out in seconds for one driver call of a self-test. A self-test moves only a few MiB. The
-#: time-out is short, because kernels wait while a broker starts. If the test under the guard hangs,
-#: they also wait for a second test, without the guard.
+#: time-out is short, because kernels wait while a broker starts and tests its devices. If the test
+#: with the guard hangs, the kernels also wait for the test without the guard.
 TEST_CALL_TIMEOUT = 15.0
 
-#: Seconds between two checks of the memory that ended self-tests have left in use.
+#: Seconds between two checks of how much memory is still in use after the self-tests.
 _RESIDUE_POLL = 0.1
 
-#: Part of the name of every device of the emulated driver.
+#: Every device of the emulated driver has this word in its name.
 _EMULATED = "EMULATED"
 
 
@@ -51,32 +51,34 @@ class Inventory:
     Parameters
     ----------
     env:
-        The whole environment for child processes; it decides which driver library they load. None:
-        this process's own environment.
+        All environment variables for child processes. They decide which driver library a child
+        process loads. None means the environment of this process.
     lock_timeout:
         Seconds that a suspend waits for a session's submitted GPU work before it gives up.
     call_timeout:
-        Seconds for any other driver call, after which the service kills the worker. A copy gets
-        more time.
+        Time-out of any other driver call, in seconds. A copy gets more time. If a call exceeds its
+        time-out, the service kills the worker.
     sample_timeout:
         Seconds for NVML to take one sample.
     guard:
         Whether sessions run under the guard. If True, each device is tested under the guard, and
         gets the tier "guarded" if the device passes.
     python:
-        The interpreter for child processes, which has NVIDIA's packages; "": this process's own.
+        The Python interpreter for child processes. It must have NVIDIA's packages. "" means this
+        process's interpreter.
     numbers:
-        :attr:`numbers` of an earlier service in this PID namespace; None if there is no result.
+        The last value of :attr:`numbers` in an earlier service in this PID namespace; None if it
+        is unknown.
     choose:
-        Returns which of the machine's GPUs the pool may use, and why it may not use the others.
+        A function that returns the GPUs that the pool may use, and why it may not use the others.
     files:
         Prefix of the paths of the GPUs' device files.
     version_file:
         File with the version of the loaded kernel module.
     on_device_lost:
-        Called with ``(uuid, reason)`` when a device fails: NVML cannot read it any more, or the
-        driver reports an Xid that is not the application's fault. Called once for each of these two
-        events, until NVML shows the device as healthy again.
+        A function that is called with ``(uuid, reason)`` when a device fails: NVML cannot read the
+        device any more, or the driver reports an Xid that is not the application's fault. It is
+        called once for each of these two events, until NVML shows the device as healthy again.
     """
 
     def __init__(
@@ -100,9 +102,9 @@ class Inventory:
         #: Versions from NVML, empty if unknown.
         self.driver_version = ""
         self.cuda_version = ""
-        #: Devices without room for a self-test; they count as able to suspend.
+        #: Devices that had no room for a self-test. The pool assumes that they can suspend.
         self.untested: set[str] = set()
-        #: Why no child runs and every call fails; empty if calls work.
+        #: The reason why no child runs and every call fails; empty if calls work.
         self.down = ""
         #: Devices that the last :meth:`renew` tested.
         self.renewed: frozenset[str] = frozenset()
@@ -145,9 +147,10 @@ class Inventory:
     async def start(self, known: Mapping[str, Device] | None = None) -> list[Device]:
         """Find the devices, test each, and return them; return [] if there is no driver.
 
-        A missing or broken driver raises no error: :attr:`problem` then says what is wrong.
-        ``known`` are an earlier broker's devices by UUID. This method does not test them again,
-        because a test takes memory (a CUDA context) that may be granted to sessions.
+        If the driver is missing or broken, this method raises no error, but :attr:`problem` says
+        what is wrong. ``known`` are the devices of an earlier broker, by UUID. This method does not
+        test them again: a test takes memory (a CUDA context), and the earlier broker may have
+        granted this memory to sessions.
         """
         if known:
             self._workers.warm(next(iter(known)))
@@ -168,7 +171,13 @@ class Inventory:
         return [*self._devices.values()]
 
     async def _discover(self) -> list[dict[str, Any]]:
-        """Return a row for each device; raise DriverError if there is none."""
+        """Find the devices, and return a row for each device that the pool may use.
+
+        Raises
+        ------
+        DriverError
+            If the pool may use no device, or the driver does not start.
+        """
         found = await self._sampler.discover()
         self.driver_version, self.cuda_version = found["driver"], found["cuda"]
         for problem in found["problems"]:
@@ -188,7 +197,8 @@ class Inventory:
     async def _test(self, fresh: Sequence[str]) -> None:
         """Test devices, and measure the driver's own memory on them."""
         before = await self._unattributed(fresh)
-        # One test at a time would take half a minute on a machine with eight GPUs.
+        # Run several tests at once: on a machine with eight GPUs, one test after the other would
+        # take half a minute.
         limit = asyncio.Semaphore(_SELFTESTS)
 
         async def test(uuid: str) -> None:
@@ -218,11 +228,12 @@ class Inventory:
         return [*self._devices.values()]
 
     async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
-        """End the children that have files of these devices open, after their operations.
+        """Wait for the operations on the devices, then close all files of the devices.
 
         If ``uuids`` is None, the method ends all children, so that no process of this service uses
-        the driver. Otherwise it ends only the workers of these devices, and no other child opens
-        their files from now on. Calls fail with ``reason`` until :meth:`renew`.
+        the driver. Otherwise it ends the workers of these devices, and replaces all other children:
+        the new children do not open the files of these devices. Calls fail with ``reason`` until
+        :meth:`renew`.
         """
         chosen = [*self._devices] if uuids is None else [*uuids]
         async with self._workers.locked(chosen):
@@ -234,7 +245,7 @@ class Inventory:
             await self._look_away()
 
     async def _look_away(self) -> None:
-        """Replace the children that may have files of set-aside devices open.
+        """Replace the other children, because they may have files of set-aside devices open.
 
         The new children do not open these files.
         """
@@ -244,7 +255,7 @@ class Inventory:
         await self._sampler.look_away([u for u in self._devices if u not in self._aside])
 
     def is_aside(self, uuid: str) -> bool:
-        """Return whether a :meth:`stand_down` that names this device has released the device."""
+        """Return whether the device is set aside: a :meth:`stand_down` has named the device."""
         return uuid in self._aside
 
     def has_file(self, uuid: str) -> bool:
@@ -286,7 +297,9 @@ class Inventory:
         return device
 
     async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
-        """Find the devices again, test ``uuids`` (None: all) and new devices; return all devices.
+        """Find the devices again, and test ``uuids`` (None: all) and the new devices.
+
+        Return all devices.
 
         Raises
         ------
@@ -323,7 +336,10 @@ class Inventory:
         return [*self._devices.values()]
 
     async def _unattributed(self, uuids: Sequence[str]) -> dict[str, int]:
-        """Return the used bytes that belong to no listed process; {} if NVML does not answer."""
+        """Return, by device, how many used bytes belong to no process in NVML's list.
+
+        The result is {} if NVML does not answer.
+        """
         with contextlib.suppress(DriverError):
             samples = await self._sampler.sample(uuids)
             return {
@@ -334,11 +350,12 @@ class Inventory:
         return {}
 
     async def _set_reserved(self, before: Mapping[str, int]) -> None:
-        """Count the memory that is in use before the first session as the driver's own memory.
+        """Set the driver's own memory: the memory that is in use before the first session starts.
 
-        ``before`` was measured before the self-tests. The first context on a device may leave some
-        memory in use permanently, so this method measures again after the tests, and the larger
-        number counts. Some drivers need a moment to show the memory of an ended process as free.
+        ``before`` has the bytes that were in use before the self-tests, by device. The first
+        context on a device may leave some memory in use permanently. So this method measures again
+        after the self-tests, and the larger number counts. The method waits until the number stops
+        changing, because some drivers need a moment to free the memory of an ended process.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FREED_TIMEOUT
@@ -380,8 +397,9 @@ class Inventory:
     async def self_test(self, uuid: str) -> Device:
         """Test a device and return its new state.
 
-        The broker repeats the test after a failed resume, or when a device in :attr:`untested` has
-        no lease. The test takes a CUDA context and a few MiB for about a second.
+        The broker repeats the test after a failed resume. It also repeats the test of a device in
+        :attr:`untested` when the device has no lease. The test takes a CUDA context and a few MiB
+        for about a second.
         """
         device = self._device(uuid)
         self._aside.check(uuid)
@@ -398,7 +416,7 @@ class Inventory:
         tested = self._examiner.apply(found, self._device(uuid), limits)
         if tested.can_suspend and device.can_migrate and not self._peers(device):
             # All other devices of this model are set aside, so this test could not move a process.
-            # But an earlier test has moved one, so the driver can migrate.
+            # But an earlier test has moved a process, so the driver can do it.
             tested = replace(tested, can_migrate=True)
         self._devices[uuid] = self._with_landing(tested)
         return self._devices[uuid]
@@ -418,15 +436,15 @@ class Inventory:
 
     @property
     def numbers(self) -> bool | None:
-        """Whether the pids in samples belong to this PID namespace; None if that is unknown.
+        """Whether NVML's pids belong to this PID namespace; None if that is unknown.
 
-        If NVML's pids may belong to another namespace, samples show them as negative numbers.
+        If this is not True, the pids in samples are negative numbers.
         """
         return self._sampler.numbers.proven
 
     @property
     def memo(self) -> str:
-        """The text that passes :attr:`numbers` to the next broker."""
+        """The value of :attr:`numbers` as text, for the next broker."""
         return to_memo(self.numbers)
 
     @property
@@ -448,19 +466,20 @@ class Inventory:
         return self._examiner.guard_problem(self.problem, [*devices])
 
     def context_bytes(self, uuid: str) -> int:
-        """Return the device memory that the first CUDA context of a process costs.
+        """Return how many bytes of device memory the first CUDA context of a process takes.
 
-        The self-test measured it; if it could not, this is the usual size.
+        The self-test has measured this number. If the measurement failed, the result is the usual
+        size of a context.
         """
         device = self._device(uuid)
         return device.context_bytes or assumed_context(device.memory_total)
 
     def _with_landing(self, device: Device) -> Device:
-        """Return the device with ``landing_bytes``: room for the context of a process that lands.
+        """Return the device with its ``landing_bytes``: room for the context of a landing process.
 
-        A process may initialise CUDA on this device although its session later gets a slice on
-        another device of the same model. The process then makes its first context on this device,
-        and the broker moves the process to the other device.
+        A process may initialise CUDA on this device before its session gets a slice on another
+        device of the same model. The process then makes its first context on this device, and the
+        broker moves the process to the device of the slice.
         """
         moves = any(d.can_migrate and d.tier == "guarded" for d in self._others(device))
         lands = moves and device.can_migrate and device.tier == "guarded"
@@ -470,7 +489,10 @@ class Inventory:
         return [self._devices[uuid] for uuid in self._peers(device)]
 
     def _peers(self, device: Device) -> list[str]:
-        """Return the other devices of this model; the device with the next index comes first."""
+        """Return the other devices of this model, without devices that are set aside.
+
+        The device with the next higher index comes first.
+        """
         same = [d for d in self._devices.values() if d.model == device.model and d.tier != "mig"]
         others = [d for d in same if d.uuid != device.uuid and d.uuid not in self._aside]
         return [d.uuid for d in sorted(others, key=lambda d: (d.index < device.index, d.index))]
@@ -487,12 +509,12 @@ class Inventory:
             ) from None
 
     def _physical(self) -> tuple[str, ...]:
-        """Return every GPU that the kernel driver sees: the mapping of a restore must name all."""
+        """Return all GPUs that the kernel driver sees, because a restore's mapping needs all."""
         found = (d.uuid for d in self._devices.values() if d.tier != "mig")
         return self._everything or tuple(found)
 
     def _any_device(self) -> Sequence[str]:
-        """Return a device whose worker has nothing to do; if all are busy, the first device."""
+        """Return a list of one device: a device whose worker is free, or else the first device."""
         if not self._devices:
             raise DriverError(self.problem or "There is no device.", code=Code.NO_DRIVER)
         serving = [uuid for uuid in self._devices if uuid not in self._aside]

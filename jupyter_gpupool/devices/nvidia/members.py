@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The processes of a session, and whether each may have a CUDA context. Runs in a worker child.
 
-A suspend takes the lock of the process's address space. So reading ``environ`` or ``maps`` of the
-process can block during the suspend.
+A suspend holds the lock of the process's address space. So a read of ``/proc/PID/environ`` or
+``/proc/PID/maps`` can block during the suspend.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Member:
 
 
 def maps_libcuda(pid: int) -> bool | None:
-    """Return whether the CUDA driver library is mapped into ``pid``; None if that cannot be read.
+    """Return whether the process has mapped the CUDA driver library; None if this is unreadable.
 
-    The guard does not count. It has the driver's file name and is mapped into every shell of a
-    session, but it loads the driver only when the process calls it.
+    The guard does not count as the driver library, although its file has the same name. It is
+    mapped into every shell of a session, but it loads the driver only when the process calls it.
     """
     try:
         with open(PROC / str(pid) / "maps", "rb") as maps:
@@ -53,7 +53,7 @@ def maps_libcuda(pid: int) -> bool | None:
 
 
 def _depth(stat: Stat, stats: dict[int, Stat], root: int) -> int | None:
-    """Return how many generations ``root`` is above a process; None if it is no descendant."""
+    """Return how many generations below ``root`` a process is; None if it is no descendant."""
     depth, pid, seen = 0, stat.pid, {stat.pid}
     while pid != root:
         above = stats.get(pid)
@@ -84,16 +84,17 @@ def _passes(stat: Stat, stats: dict[int, Stat], broker: int, root: int) -> bool:
 def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Member]:
     """Return the live processes of a session, children before their parents, ``root`` last.
 
-    The list has ``root`` and its descendants, except processes that were started for another
-    session (a notebook may run a second pooled kernel). It also has processes of the same user
-    whose environment names ``session`` (their parent has ended, or they went to the background).
-    The list is empty if ``root`` has ended.
+    - The list has ``root`` and its descendants. A descendant whose environment names another
+      session is not in the list, because a notebook may start a second pooled kernel.
+    - The list also has processes of the same user whose environment names ``session``. Such a
+      process is no descendant any more if its parent has ended, or if it went to the background.
+    - The list is empty if ``root`` has ended.
 
     A notebook may start the broker, and the broker may adopt orphans of the notebook. So ``broker``
     never belongs to a session, and a descendant of the broker belongs to the session only if the
     descendant's environment names the session.
     """
-    if not session:  # otherwise each process of the user without the variable would be a member
+    if not session:  # without this check, each process without a session would be a member
         raise ValueError("A session must have a name.")
     stats = all_stats()
     top = stats.get(root.pid)
@@ -106,26 +107,27 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
         if stat.pid == root.pid:
             found.append((0, stat.start_time, stat))
             continue
-        # For a process that is not a descendant, the environment counts only if the process belongs
-        # to the root's user, because any user may name any session. A process that is older than
-        # the root does not count: the root cannot have started it.
+        # The environment of a process that is no descendant may name the session. Ignore a process
+        # of another user, because any user may name any session. Also ignore a process that is
+        # older than the root, because the root cannot have started it.
         if depth is None and (stat.start_time < root.start_time or owner(stat.pid) != user):
             continue
         beside = depth is None and stat.pid != broker
         if broker and not beside and _passes(stat, stats, broker, root.pid):
             continue
         named = session_of(stat.pid)
-        # In another container the same user id can belong to a different user.
+        # A process in another container may have the same user id, but belong to another user.
         if depth is None and named == session and apart(stat.pid, root.pid):
             continue
         if named == session or (depth is not None and not named):
-            # An orphan's place in the tree is unknown; any process but root may be its parent.
+            # The former parent of an orphan is unknown. It may be any process in the list. So an
+            # orphan counts as deeper than all descendants, and comes before them in the list.
             found.append((1 << 20 if depth is None else depth, stat.start_time, stat))
     found.sort(key=lambda item: item[:2], reverse=True)
     return [Member(stat.identity, stat.presence, maps_libcuda(stat.pid)) for *_, stat in found]
 
 
 def look_again(members: list[Member]) -> list[Member]:
-    """Read ``members`` again, and return those that still live."""
+    """Return the processes in ``members`` that still live, with their state now."""
     now = [(member.process, presence(member.process)) for member in members]
     return [Member(p, there, maps_libcuda(p.pid)) for p, there in now if there != "gone"]

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """NVML through NVIDIA's own client (nvidia-ml-py). Runs in the monitor child only.
 
-A figure that NVML does not give stays unknown: an error never becomes a plausible number.
+If NVML does not give a number, the number stays unknown. This module never invents a number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..model import DeviceSample, ProcessMemory
 from .driver import problem
 from .interpreter import INSTALL
 
-#: Xid errors that are a fault of the application; after any other Xid error, the pool cannot trust
-#: the device. The list is from the health checks of NVIDIA's k8s-device-plugin.
+#: The Xid errors that an application causes. After any other Xid error, the pool cannot trust the
+#: device. The list is from the health checks of NVIDIA's k8s-device-plugin.
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 
 
@@ -36,7 +36,7 @@ def _error_name(pynvml: Any, error: Any) -> str:
 
 
 class Nvml:
-    """One initialised NVML.
+    """NVML, initialised for one process.
 
     Raises
     ------
@@ -58,8 +58,8 @@ class Nvml:
         self._lost: dict[str, str] = {}
         self._last: dict[str, DeviceSample] = {}
         self._handles: dict[str, Any] = {}
-        #: The UUID of each handle's device, by the address of the handle. An entry remains after
-        #: the device fails.
+        #: For the address of each handle: the UUID of the handle's device. An entry remains after
+        #: the device fails, because NVML may not give the UUID of a failed device.
         self._owners: dict[int | None, str] = {}
         self._places: dict[str, int] = {}
         try:
@@ -87,9 +87,9 @@ class Nvml:
     def discover(self) -> tuple[list[dict[str, Any]], list[str]]:
         """Return the devices, and a sentence for each device that cannot be used.
 
-        There is one row for each GPU, or for each MIG instance of a GPU in MIG mode. A row has
-        ``uuid``, ``index``, ``minor`` (the number of the device file), ``name``, ``total`` and
-        ``reserved`` bytes, ``mig``.
+        Each GPU has one row. A GPU in MIG mode has one row for each MIG instance instead. A row has
+        ``uuid``, ``index``, ``minor`` (the number of the device file), ``name``, ``total`` (bytes),
+        ``reserved`` (bytes) and ``mig``.
         """
         n = self._n
         rows: list[dict[str, Any]] = []
@@ -154,15 +154,16 @@ class Nvml:
         return [self._sample(uuid) for uuid in uuids]
 
     def remember(self, places: Mapping[str, int], lost: Mapping[str, str]) -> None:
-        """Store what an earlier monitor found: by UUID, each GPU's index and reason of failure."""
+        """Store what an earlier monitor knew of each GPU: its index, and why it failed."""
         self._places |= places
         for uuid, reason in lost.items():
             self.mark_lost(uuid, reason)
 
     def mark_lost(self, uuid: str, reason: str) -> None:
-        """Remember that ``uuid`` failed (an Xid), because NVML may still show its figures.
+        """Report the device as lost in all later samples, because the driver has reported an Xid.
 
-        The mark lasts until this process ends: the device is healthy again only after a reset.
+        NVML may still show the device's memory. The mark lasts until this process ends, because
+        only a reset makes the device healthy again.
         """
         self._lost.setdefault(uuid, reason)
 
@@ -208,9 +209,10 @@ class Nvml:
         self._owners[_address(handle)] = uuid
 
     def _found(self, uuid: str) -> Any:
-        """Return the handle of a GPU. If the index is known, this method touches no other GPU.
+        """Return the handle of a GPU; find the GPU by its index if the index is known.
 
-        NVML may attach to other GPUs as it looks for a UUID, and keep their device files open.
+        Without the index, NVML must search for the UUID. During the search it may open the device
+        files of other GPUs, and keep them open.
         """
         n = self._n
         if uuid in self._places:
@@ -231,7 +233,8 @@ class Nvml:
             memory = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
             reserved = int(memory.reserved)
         except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported):
-            # Version 1 counts the driver's reserved memory as used, so no memory is missing.
+            # In version 1 of the call, ``used`` includes the driver's reserved memory. So ``total``
+            # is still the sum of ``used``, ``reserved`` (0) and ``free``.
             memory = n.nvmlDeviceGetMemoryInfo(handle)
             reserved = 0
         return int(memory.total), int(memory.used), reserved, int(memory.free)
@@ -260,9 +263,9 @@ class Nvml:
     # ------------------------------------------------------------------ events
 
     def losses(self, uuids: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Wait for device failures without end, and yield ``(uuid, reason)`` for each.
+        """Yield ``(uuid, reason)`` for each failure of a device, and wait for the next failure.
 
-        If NVML has no events, the iterator ends at once.
+        The iterator ends only if NVML cannot report events.
         """
         n = self._n
         try:
@@ -278,7 +281,7 @@ class Nvml:
                 n.nvmlDeviceRegisterEvents(handle, n.nvmlEventTypeXidCriticalError, events)
                 watched += 1
             except n.NVMLError:
-                continue  # for example a MIG instance: the samples show the errors of its GPU
+                continue  # for example a MIG instance, whose errors only the samples show
         while watched:
             try:
                 event = n.nvmlEventSetWait_v2(events, 1000)

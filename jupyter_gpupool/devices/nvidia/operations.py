@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of a whole session: all of its CUDA processes or none.
 
-An operation first locks all processes, then checkpoints all processes (children first). If a lock
-times out, the operation has not copied any process yet, and no process waits for a suspended one.
-After any refusal, the operation undoes all of its steps.
+A suspend first locks all processes, then checkpoints all processes (children first). If a lock
+times out, the suspend has not copied the memory of any process yet, so no process waits for a
+suspended process. After any refusal, the suspend undoes all of its steps.
 
 A process is bound to the devices that it saw at cuInit. When the process makes its first context,
 its session's slice may be on another device. In this case the process makes the context on the
@@ -37,23 +37,25 @@ from .calls import LOST, PATIENCE, Refused, SessionCalls
 from .checkpoint import DriverAnswer, complete_mapping
 from .sampler import Sampler, others
 
-#: Maximum rounds of locking. A session may start processes during a round.
+#: Maximum number of rounds in which a suspend searches for processes and locks them. A session may
+#: start new processes during a round.
 _LOOKS = 3
 
-#: Seconds that an undo waits for memory that a program outside the pool took.
+#: If a program outside the pool has taken memory that an undo needs, the undo waits at most this
+#: many seconds for the memory.
 ROOM_WAIT = 5.0
 
-#: Checks of a process after the worker died during the process's lock: the number of checks, the
-#: first pause between two checks, the longest pause, and the time-out of one check, in seconds. All
-#: pauses together take most of an hour. The driver may answer only when the process's GPU work has
-#: ended.
+#: If the worker dies while it locks a process, the process is checked again and again. These are
+#: the number of checks, the first and the longest pause between two checks, and the time-out of a
+#: check (in seconds). All pauses together take most of an hour. The time-out is long, because the
+#: driver may not answer before the GPU work of the process has ended.
 _LATE_LOOKS, _LATE_POLL, _LATE_PAUSE, _LATE_PATIENCE = 60, 1.0, 60.0, 3600.0
 
-#: This module, not the driver, makes this code: there is no room for a restore, but the state is
-#: intact.
+#: An error code of this module, not of the driver: a restore has no room, but the state is intact.
 _NO_ROOM = "NO_ROOM"
 
-#: Refusals of a restore on another device. The driver would refuse a retry on that device, too.
+#: Error codes of a restore on another device that mean: the driver cannot move the process there. A
+#: retry on the same device would fail with the same code.
 _NOT_MOVED = {checkpoint.NOT_SUPPORTED, checkpoint.INVALID_VALUE}
 
 _WORST: tuple[SessionState, ...] = ("hung", "failed", "checkpointed", "locked", "running")
@@ -73,19 +75,19 @@ class Operation:
         self._sampler = sampler
         self._root = root
         self._begin = time.perf_counter()
-        #: Processes that this operation has (or may have) locked or suspended, in the order of the
-        #: calls.
+        #: Processes that this operation has locked or suspended, or may have locked, in the order
+        #: of the calls.
         self.touched: list[ProcessId] = []
         self._before: list[DeviceSample] = []
-        #: Processes that did not run again, because they are stopped (SIGSTOP).
+        #: Processes that the operation could not bring back, because they are stopped (SIGSTOP).
         self.unsettled: list[ProcessId] = [] if first is None else first.unsettled
         #: Processes that the driver may still lock, because the lock call has no answer yet.
         self.late: list[ProcessId] = [] if first is None else first.late
-        #: Processes that a refused suspend left suspended, in the order of their suspend, and the
-        #: reason.
+        #: Processes that are still suspended after a refused suspend, because the undo could not
+        #: resume them. They are in the order of their suspend. ``_kept_why`` is the reason.
         self.kept: list[ProcessId] = []
         self._kept_why = ""
-        #: The outcome of a refused suspend, once all its processes run again.
+        #: The outcome that a refused suspend has when all of its processes run again.
         self.refused: SuspendOutcome | None = None
 
     @property
@@ -99,7 +101,7 @@ class Operation:
         return self._calls.driver_seconds
 
     def again(self) -> Operation:
-        """Return a second operation on the same processes; it shares ``unsettled`` and ``late``."""
+        """Return a new operation on the same processes; both share ``unsettled`` and ``late``."""
         return Operation(self._calls, self._sampler, self._root, first=self)
 
     # ------------------------------------------------------------------ suspend
@@ -109,8 +111,8 @@ class Operation:
         self._calls.limit_patience(PATIENCE)
         try:
             targets, adopted = await self._lock_all()
-            # Sample only after the locks: memory that a process takes before its lock must count. A
-            # resume that reserves too little memory is fatal.
+            # Take the sample after the locks, so that it contains the memory that a process takes
+            # before its lock. A resume that reserves too little memory is fatal.
             self._before = before = await self._sampler.sample_soon(devices)
             self._calls.allow_copy(sum(sample.used for sample in before))
             if not targets:
@@ -123,15 +125,15 @@ class Operation:
             return await self._give_up(Refused("drain", f"The pool stopped this suspend. {error}"))
         if procfs.ending(self._root):
             return self._suspended("gone", checkpoint.absent(self._root, "gone"), targets)
-        if not targets:  # the others have ended, and the root has no context
+        if not targets:  # all processes in ``targets`` have ended, and the root has no context
             return self._suspended("nothing", "")
         return await self._verify(targets, adopted, before)
 
     async def _lock_all(self) -> tuple[list[ProcessId], bool]:
-        """Lock every CUDA process; return them, and whether any was already suspended.
+        """Lock all CUDA processes of the session; return them, children first.
 
-        Children come first. A session may start a process during the locks, so this method repeats
-        its search until it finds no new process.
+        Also return whether one of them was already suspended. A session may start a process during
+        the locks, so this method repeats its search until it finds no new process.
         """
         targets: list[ProcessId] = []
         adopted = False
@@ -152,17 +154,18 @@ class Operation:
                     raise Refused("failed", lost)
                 if state:
                     targets.append(process)
-                    # A dead broker may have locked the process: an undo must unlock it, too.
+                    # An earlier broker may have locked the process. An undo must also unlock such
+                    # a process.
                     if process not in self.touched:
                         self.touched.append(process)
                     adopted |= state == "checkpointed"
-        # Use the order of the last list: a process from a later search may be a child of a process
-        # from the first search.
+        # Use the order of the last search. A process that the last search has found first may be a
+        # child of a process that an earlier search has found.
         order = {process: place for place, process in enumerate(listing)}
         return sorted(targets, key=lambda process: order.get(process, -1)), adopted
 
     async def _lock(self, process: ProcessId) -> bool:
-        """Lock a process; return False if it has no context any more."""
+        """Lock a process; return False if the process has no context any more."""
         self.touched.append(process)
         answer = await self._calls.call("lock", process, drain=self._calls.lock_timeout)
         if answer.outcome == "ok":
@@ -200,7 +203,10 @@ class Operation:
             return await self._calls.call(op, process, **fields)
 
     async def landed(self, late: Collection[ProcessId]) -> list[ProcessId]:
-        """Wait for lock calls whose worker was lost; return the processes that are locked."""
+        """Wait until the driver has finished lock calls whose worker was lost.
+
+        Return the processes in ``late`` that the driver has locked.
+        """
         found = []
         for process in late:
             for look in range(_LATE_LOOKS):
@@ -218,7 +224,8 @@ class Operation:
             return self._suspended("gone", checkpoint.absent(self._root, "gone"))
         if trouble:
             return self._suspended(trouble[0], f"{refused.message} {trouble[1]}")
-        # "hung" means that a state could not be read. Now the undo has read it: all processes run.
+        # "hung" means that the state of a process could not be read. The undo has now read the
+        # states of all processes, so the session is not lost, and the suspend can be retried.
         status = "drain" if refused.status == "hung" else refused.status
         outcome = self._suspended(status, refused.message)
         if not self.kept:
@@ -242,14 +249,15 @@ class Operation:
     async def undo(
         self, touched: Collection[ProcessId], *, patience: float = ROOM_WAIT
     ) -> tuple[SuspendStatus, str] | None:
-        """Bring processes back to running, parents first; return the problem, if any.
+        """Make processes run again, parents first; return the problem, or None.
 
-        Processes that stay suspended, with their state intact, are in :attr:`kept`.
+        If a process cannot be restored now, but its state is intact, this is not a problem: the
+        process stays suspended, and this method adds it to :attr:`kept`.
         """
         trouble: tuple[SuspendStatus, str] | None = None
         for process in reversed([*touched]):
             if process in self.late:
-                continue  # the process runs, or the service brings it back later
+                continue  # the process still runs, or ``Workers`` unlocks it later
             answer = await self._calls.state(process)
             if answer.value == "checkpointed":
                 answer = await self._back(process, patience)
@@ -277,9 +285,9 @@ class Operation:
     async def _back(self, process: ProcessId, patience: float) -> DriverAnswer:
         """Restore a process on its old devices; retry for ``patience`` seconds.
 
-        The method retries only if the driver still has the process's state. If there is no room for
-        the process's memory, the process stays suspended. This is safe, but a restore without room
-        is fatal.
+        The method retries only if the driver still has the process's state. Without room for the
+        process's memory, a restore is fatal. So without room the method does not try a restore, and
+        the process stays suspended.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -296,9 +304,10 @@ class Operation:
             await asyncio.sleep(0.1)
 
     async def _wait_for_room(self, process: ProcessId, deadline: float) -> str:
-        """Wait until ``deadline`` for the memory that a process had; return why it is not free.
+        """Wait until as much memory is free as the process had, but not longer than ``deadline``.
 
-        The session still has the lease, so a program outside the pool took the memory.
+        Return "", or why the memory is not free. A program outside the pool must have taken it,
+        because the session still has the lease.
         """
         had = {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid == process.pid)
                for s in self._before}  # fmt: skip
@@ -320,7 +329,7 @@ class Operation:
     async def _verify(
         self, targets: Sequence[ProcessId], adopted: bool, before: Sequence[DeviceSample]
     ) -> SuspendOutcome:
-        """Check that the memory really is free, and count it."""
+        """Check that the memory of ``targets`` is free, and count it; return the outcome."""
         if adopted:
             return self._suspended("suspended", "", targets)
         pids = {process.pid for process in targets}
@@ -363,13 +372,14 @@ class Operation:
     ) -> ResumeOutcome:
         """Resume the session on ``devices``. See :class:`ResumeOutcome`.
 
-        ``known`` are its suspended processes, as far as the broker knows them.
+        ``known`` are the session's suspended processes. It is empty if the broker does not know
+        them.
         """
         mapping = complete_mapping((*origin,), (*devices,), (*everything,))
         self._calls.allow_copy(sum(need.values()))
         self._calls.limit_patience(PATIENCE)
-        # Ask the worker and the monitor at the same time. The free memory does not change
-        # meanwhile, because the broker has reserved it for this session.
+        # Ask the worker and the monitor at the same time. The free memory does not change during
+        # the questions, because the broker has reserved it for this session.
         found, problem = await asyncio.gather(self._look(known), self._no_room(need))
         if isinstance(found, Refused):
             if found.status == "gone":
@@ -391,7 +401,7 @@ class Operation:
             if _over(answer):
                 continue
             if answer.outcome == "refused" and answer.code != LOST:
-                # Ask the driver for the process's state: not every refusal is a loss.
+                # After a refusal, the driver may still have the process's state, so ask for it.
                 now = await self._calls.state(process)
                 answer = replace(answer, value=now.value)
             if answer.outcome != "ok" and not (answer.code != LOST and answer.value == "locked"):
@@ -419,7 +429,10 @@ class Operation:
             return refused
 
     async def _no_room(self, need: Mapping[str, int]) -> str:
-        """Return why a restore has no room now, or "". A restore without room is fatal."""
+        """Return why a restore has no room now; "" if it has room.
+
+        The caller must know this, because a restore without room is fatal.
+        """
         try:
             samples = await self._sampler.sample([*need])
         except DriverError as error:
@@ -437,7 +450,10 @@ class Operation:
     async def _not_restored(
         self, process: ProcessId, answer: DriverAnswer, *, moves: bool
     ) -> ResumeOutcome:
-        """Suspend restored processes again; return the session's outcome."""
+        """Suspend the restored processes again, because ``process`` was not restored.
+
+        Return the outcome for the whole session.
+        """
         untouched = answer.outcome == "stopped" or answer.value == "checkpointed"
         if untouched:
             for restored in self.touched:
@@ -493,21 +509,24 @@ class Operation:
 
 
 def _over(answer: DriverAnswer) -> bool:
-    """Return whether a process has lost its context: it ended, or executed another program."""
+    """Return whether the answer shows that a process has no context any more.
+
+    The process has ended, or has executed another program.
+    """
     return answer.outcome == "gone" or answer.code == checkpoint.NOT_INITIALIZED
 
 
 def freed_bytes(
     before: Sequence[DeviceSample], after: Sequence[DeviceSample] | None, pids: Collection[int]
 ) -> dict[str, int]:
-    """Return the bytes that ``pids`` gave back, by device; empty if that is unknown.
+    """Return how many bytes ``pids`` have given back, by device; {} if this is unknown.
 
-    If NVML's lists do not show all of ``pids``, the bytes are the increase of free memory. If the
-    lists show all of them, the bytes come from the lists, where other processes have no effect. But
-    a list may lack a part of a process (such as its context), and a resume that reserves too little
-    is fatal. So if no other process changed on the device, and the increase of free memory is
-    larger than the bytes in the list, the increase counts. The result then exceeds the bytes in the
-    list by at most the size of one context per process.
+    - If NVML's lists do not show all of ``pids``, the result is the increase of free memory.
+    - If the lists show all of ``pids``, the result is their memory in the lists. This number does
+      not depend on other processes. But it may lack a part of a process, such as its context, and a
+      resume that reserves too little memory is fatal. So the result is the increase of free memory
+      if this is larger, and if the other processes on the device have not changed. But the result
+      exceeds the number in the list by at most the size of one context per process.
     """
     known = {p.pid for s in before for p in s.processes if p.bytes is not None}
     if not set(pids) <= known:
@@ -536,9 +555,9 @@ async def land(
 ) -> ResumeOutcome:
     """Move the process of ``operation`` from ``origin[i]`` to ``devices[i]``.
 
-    This function calls ``restoring`` after the suspend and before the restore. After ``refused``
-    and ``no-room`` the process runs on its old devices; ``stay`` is True if the driver cannot move
-    it. After ``failed`` and ``hung``, the driver has lost the process.
+    This function calls ``restoring`` after the suspend and before the restore. If the result is
+    ``refused`` or ``no-room``, the process runs on its old devices. ``stay`` is True if the
+    driver cannot move the process. After ``failed`` or ``hung``, the driver has lost the process.
     """
     suspended = await operation.suspend(origin)
     if suspended.status in ("gone", "failed", "hung"):
@@ -562,15 +581,15 @@ async def land(
 
 
 async def _run_on(operation: Operation) -> str:
-    """Let the process of ``operation`` continue where it is; return the problem, if any."""
+    """Let the process of ``operation`` continue without a move; return the problem, or ""."""
     trouble = await operation.again().undo([operation.root])
     return trouble[1] if trouble else ""
 
 
 async def interrupted(operation: Operation, process: ProcessId) -> tuple[str, str]:
-    """Let a process continue where it is, after its broker died while it moved the process.
+    """After a broker has died while it moved a process: let the process continue without a move.
 
-    Return the driver's state before this call, and the reason why the process does not run.
+    Return the driver's state before this call, and why the process does not run ("" if it runs).
     """
     state = await operation.state()
     if state in ("locked", "checkpointed"):

@@ -2,15 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """Ask the monitor child for NVML's samples, with a time-out; decide whether to trust NVML's pids.
 
-In a container, most drivers list the pids of the host. In the container, such a pid may belong to
-no process, or to a different process. If the pool trusted such pids, it could charge the wrong
-session and end the wrong process.
+In a container, most drivers list the pids of the host. In the container, a pid of the host may
+belong to no process, or to a different process. If the pool trusted such pids, it could charge the
+wrong session and end the wrong process.
 
-The sampler trusts NVML's pids if NVML lists the program of a self-test under the pid that the
-program has here. If the self-tests give no result, the result of an earlier broker counts. If there
-is no earlier result either, the sampler trusts the pids in the initial PID namespace, because NVML
-lists the pids of that namespace. :meth:`Numbers.translate` makes untrusted pids negative, because
-no process has a negative pid.
+The sampler trusts NVML's pids if NVML lists the program of a self-test with the pid that the
+program has in this PID namespace. If the self-tests give no result, the result of an earlier broker
+counts. Without an earlier result, the sampler trusts the pids only if this is the initial PID
+namespace, because NVML lists the pids of the initial namespace. :meth:`Numbers.translate` makes
+untrusted pids negative, because no process has a negative pid.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ SAMPLE_TIMEOUT = 5.0
 #: as free. ``_FREED_POLL``: seconds between two checks.
 FREED_TIMEOUT = 2.0
 _FREED_POLL = 0.02
-#: The time-out for a process that NVML does not list, if the sampler trusts NVML's pids. Such a
-#: process has no context.
+#: This time-out replaces FREED_TIMEOUT if the sampler trusts NVML's pids, but NVML lists none of
+#: the processes. These processes have no context.
 _UNLISTED_TIMEOUT = 0.25
 
 
-#: The memory that a suspended process may still hold: at most this many bytes, and at most a
-#: quarter of its former use.
+#: A suspended process may keep some device memory: at most KEPT bytes, and at most a quarter
+#: (1 / KEPT_PART) of the memory that it had before the suspend.
 KEPT, KEPT_PART = 16 << 20, 4
 
 
 def others(sample: DeviceSample, pids: Collection[int]) -> dict[int, int | None]:
-    """Return NVML's bytes of all processes except ``pids``."""
+    """Return the bytes of each process that NVML lists, by pid, but without ``pids``."""
     return {p.pid: p.bytes for p in sample.processes if p.pid not in pids}
 
 
 def _left(before: DeviceSample, after: DeviceSample, pids: Collection[int]) -> bool:
-    """Return whether ``pids``, suspended between the samples, have given their memory back.
+    """Return whether ``pids``, suspended between the two samples, have given their memory back.
 
-    Both NVML's list and free memory must show this. In the list, a little memory of each suspended
-    process is allowed, because some drivers list it. If other processes came or went, only the list
-    counts.
+    Both NVML's list and the free memory must show this. In the list, each suspended process may
+    still have a little memory, because some drivers keep showing it. If another process has come,
+    gone or changed its memory, only the list counts.
     """
     had = {p.pid: p.bytes or 0 for p in before.processes if p.pid in pids}
     for process in after.processes:
@@ -73,7 +73,7 @@ def _left(before: DeviceSample, after: DeviceSample, pids: Collection[int]) -> b
 
 
 class Sampler:
-    """The monitor child. It calls ``on_lost`` once for each device that fails.
+    """Asks the monitor child for samples, and calls ``on_lost`` once for each device that fails.
 
     If NVML cannot read a device, and the driver then reports an Xid for it, this class calls
     ``on_lost`` a second time, with the Xid.
@@ -91,8 +91,9 @@ class Sampler:
         self.child = children.make("monitor", on_event=self._take)
         self.numbers = Numbers(log, numbers)
         self._timeout = timeout
-        #: The seconds allowed for each copy that is under way. ``_longest`` is the largest of these
-        #: numbers since the last time that no copy was under way.
+        #: For each copy that is under way: how many seconds the copy may take. ``_longest`` is the
+        #: largest of these numbers, also of copies that have ended. It starts again when a copy
+        #: begins and no other copy is under way.
         self._copies: list[float] = []
         self._longest = 0.0
         #: When the last copy ended.
@@ -110,7 +111,7 @@ class Sampler:
         Raises
         ------
         DriverError
-            If no driver is found, with the reason in a sentence, or NVML does not answer.
+            If the driver is missing, or if NVML does not answer. The error says why.
         """
         found = await self._call("discover", 60.0)
         self._places = {row["uuid"]: row["index"] for row in found["devices"] if not row["mig"]}
@@ -123,21 +124,21 @@ class Sampler:
         await self._rewatch()
 
     async def look_away(self, uuids: Sequence[str]) -> None:
-        """Watch only these devices from now on, and open no other device. Does not call NVML.
+        """Watch only these devices from now on, and open no other device.
 
-        The method replaces the monitor process. If this interrupts a request, the new process
-        answers the request, and only for these devices.
+        The method replaces the monitor process, and does not call NVML itself. If the old process
+        has not answered a request yet, the new process answers it, but only for these devices.
         """
         self._uuids = tuple(uuids)
         await self.child.replace()
 
     @contextlib.contextmanager
     def copying(self, seconds: float) -> Iterator[None]:
-        """Allow up to ``seconds`` more for samples while a checkpoint or restore is copying.
+        """Give samples up to ``seconds`` more time while a checkpoint or restore copies memory.
 
-        Some drivers answer NVML only after the copy, so a late sample is no failure during a copy.
-        A sample that was requested before the copy gets the additional time, too. Many copies may
-        follow each other, so a sample gets at most the additional time of the longest copy.
+        Some drivers do not answer NVML during a copy, so a late sample is then no failure. A sample
+        that was requested before the copy also gets more time. If many copies follow each other, a
+        sample does not get more time for all of them, but only for the longest copy.
         """
         self._longest = max(seconds, self._longest if self._copies else 0.0)
         self._copies.append(seconds)
@@ -148,7 +149,13 @@ class Sampler:
             self._copied = time.monotonic()
 
     async def sample_soon(self, uuids: Sequence[str]) -> list[DeviceSample]:
-        """Return or raise the same as :meth:`sample`, but do not wait for a copy."""
+        """Return the same as :meth:`sample`, but do not wait for the end of a copy.
+
+        Raises
+        ------
+        DriverError
+            As :meth:`sample`, or if NVML does not answer because the driver is copying.
+        """
         if not self._copies:
             return await self.sample(uuids)
         task = asyncio.ensure_future(self.sample(uuids))
@@ -198,9 +205,10 @@ class Sampler:
         Return new samples, and whether the memory is free.
 
         If NVML's lists in ``before`` show none of ``pids``, this method waits for an increase of
-        free memory instead. NVML may list the pids of another PID namespace, so the wait is long.
-        If NVML is known to list the pids of this namespace, the processes have no context and
-        almost no memory. The wait is then short.
+        free memory instead. The time-out depends on whether the sampler trusts NVML's pids:
+
+        - If it does, the processes have no context and almost no memory. The time-out is short.
+        - If it does not, NVML may list the processes with other pids. The time-out is long.
         """
         uuids = [sample.uuid for sample in before]
         shown = any(process.pid in pids for sample in before for process in sample.processes)
@@ -220,8 +228,8 @@ class Sampler:
     async def renew(self, uuids: Collection[str]) -> None:
         """Start a new monitor process, and forget earlier failures of ``uuids``.
 
-        A device may be healthy again after a reset. After an exchange of devices, only a newly
-        initialised NVML finds the new devices.
+        After a reset, a failed device may be healthy again. If devices were exchanged, NVML finds
+        the new devices only in a new process.
         """
         for uuid in uuids:
             self._xids.pop(uuid, None)
@@ -252,7 +260,10 @@ class Sampler:
             ) from None
 
     def _more(self) -> Callable[[], float]:
-        """Return the function ``more`` for one request, see :meth:`.children.Child.call`."""
+        """Return the function ``more`` for one request (see :meth:`.children.Child.call`).
+
+        The function gives the request more time while a copy is under way, and after a copy.
+        """
         given = 0.0
 
         def more() -> float:
@@ -269,8 +280,8 @@ class Sampler:
         if message["event"] == "lost" and message["uuid"]:
             uuid, reason = message["uuid"], message["reason"]
             if uuid not in self._xids:
-                # A sample may have reported already that the device cannot be read. Report the Xid,
-                # too: after an Xid only a reset helps.
+                # A sample may have reported that the device cannot be read. The Xid must be
+                # reported in addition, because only a reset helps after an Xid.
                 self._told.discard(uuid)
             self._xids[uuid] = reason
             self._tell(uuid, reason)
@@ -281,18 +292,25 @@ class Sampler:
             self._on_lost(uuid, reason)
 
 
-#: If NVML lists a pid without a process in this many samples in a row, NVML lists the pids of
-#: another namespace. One sample is not enough: NVML may still list a process that has just ended.
+#: If NVML lists a pid in this many samples in a row, but the pid has no process here, NVML's pids
+#: belong to another PID namespace. One sample proves nothing: NVML may still list a process that
+#: has just ended.
 ABSENT = 3
 
 
 def to_memo(proven: bool | None) -> str:
-    """Return ``proven`` as text for a later broker in this boot and PID namespace; "" if None."""
+    """Return ``proven`` as text for a later broker; "" if it is None.
+
+    The text is valid until the next boot, and only in this PID namespace.
+    """
     return "" if proven is None else json.dumps([boot_id(), pid_namespace(), proven])
 
 
 def from_memo(text: str) -> bool | None:
-    """Return the value in the text of :func:`to_memo`; None if boot or PID namespace differ."""
+    """Return the value that :func:`to_memo` put into ``text``.
+
+    The result is None if ``text`` is from another boot or from another PID namespace.
+    """
     try:
         *where, proven = json.loads(text or "[]")
     except ValueError:
@@ -308,7 +326,7 @@ class Numbers:
     """
 
     def __init__(self, log: logging.Logger, known: bool | None = None) -> None:
-        #: Whether NVML's pids belong to this PID namespace; None: not known yet.
+        #: Whether NVML's pids belong to this PID namespace; None means that this is not known yet.
         self.proven: bool | None = None
         self._initial = pid_namespace() == FIRST_NAMESPACE
         self._log = log
@@ -317,7 +335,10 @@ class Numbers:
         self._absent: Counter[int] = Counter()
 
     def learn(self, before: DeviceSample, after: DeviceSample, pid: int) -> None:
-        """Compare NVML's lists from before and after process ``pid`` took memory on a device."""
+        """Learn from two samples whether NVML lists process ``pid`` with this pid.
+
+        The process has taken memory on the device between the samples.
+        """
         old = {abs(process.pid) for process in before.processes}
         new = {abs(process.pid) for process in after.processes} - old
         if pid in new:
@@ -326,7 +347,10 @@ class Numbers:
             self.proven = False
 
     def settle(self) -> None:
-        """After the self-tests, use an earlier broker's result if the tests gave none."""
+        """Decide after the self-tests. If they gave no result, use an earlier broker's result.
+
+        Without an earlier result, the pids count as proven only in the initial PID namespace.
+        """
         if self.proven is None:
             self.proven = self._known if self._known is not None else self._initial or None
         if self.proven is False and not self._settled:
@@ -361,7 +385,7 @@ class Numbers:
 
 
 def _absent(pid: int) -> bool:
-    # Signal 0 is used because /proc may hide the processes of other users.
+    # Use signal 0 instead of /proc, because /proc may hide the processes of other users.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

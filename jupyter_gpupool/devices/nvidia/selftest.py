@@ -29,8 +29,9 @@ from .sampler import Sampler, others
 class Stage:
     """Starts test programs and moves them to other devices, but never both at the same time.
 
-    If NVML does not list processes (in a container), the size of a context is measured as a change
-    of free memory. A program that moves to the device meanwhile would make the size wrong.
+    If NVML does not list processes (in a container), the size of a context is measured as the
+    change of free memory at the start of a program. If another program moved to the device during
+    the start, the result would be wrong.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -42,7 +43,7 @@ class Stage:
         self._moving = 0
 
     async def start(self, target: Child, uuid: str, size: int, timeout: float) -> None:
-        """Start ``target``, which takes a context and ``size`` bytes on a device.
+        """Start ``target``, which takes a context and ``size`` bytes; measure the context.
 
         Raises
         ------
@@ -62,7 +63,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def moving(self) -> AsyncIterator[None]:
-        """Delay every :meth:`start` while a program may be on another device."""
+        """Let a program move to another device in the ``with`` block; every :meth:`start` waits."""
         async with self._alone("_moving", "_starting"):
             yield
 
@@ -86,10 +87,10 @@ class Stage:
 
 
 def _taken(before: DeviceSample, after: DeviceSample, pid: int | None) -> int:
-    """Return the bytes that process ``pid`` has on the device of these samples.
+    """Return how many bytes process ``pid`` has taken on the device between the two samples.
 
-    NVML's list may lack some of these bytes. If no other process came or went, free memory shows
-    all of them.
+    NVML's list may show fewer bytes than the process has. If no other process on the device has
+    changed, the change of free memory shows all bytes of the process.
     """
     taken = before.free - after.free
     for process in after.processes:
@@ -110,8 +111,8 @@ class Abilities:
     """The proven abilities of a device; ``reason`` names the failed step, in a sentence.
 
     If ``tested`` is False, the device had no room for the test, and nothing is proven. In this case
-    the pool suspends sessions if the driver has the calls, because the pool can undo a refused
-    suspend. The pool moves no process to another device, because a failed restore is fatal.
+    the pool still suspends sessions if the driver has the calls, because a refused suspend can be
+    undone. But the pool moves no process to another device, because a failed restore is fatal.
     """
 
     can_suspend: bool
@@ -129,7 +130,7 @@ def _no_memory(error: Exception) -> str:
 
 
 class Frame:
-    """Steps around each suspend and resume of the test program. This base class adds none."""
+    """Additional steps of a test, around each suspend and resume. This base class has none."""
 
     session = SESSION
 
@@ -163,8 +164,9 @@ async def judge(
 ) -> Abilities:
     """Test device ``uuid`` with the program ``target``.
 
-    ``operation(root)`` makes an :class:`Operation` on the process ``root``. With ``retire`` the
-    program is suspended again before it is ended: some drivers hang when a restored process ends.
+    ``operation(root)`` makes an :class:`Operation` on the process ``root``. If ``retire`` is True,
+    the function suspends the program again before it ends the program, because some drivers hang
+    when a restored process ends.
     """
     where = ""
     process = None
@@ -206,8 +208,8 @@ async def judge(
             try:
                 problem = await there_and_back(peer)
             except _NoRoom as error:
-                # The test did not try the move. Without room, the move would take at least the
-                # driver's whole time-out.
+                # The test did not try to move the program: without room, the attempt would take at
+                # least the driver's whole time-out.
                 why = f"Another GPU had too little free memory for the self-test: {error}"
                 return Abilities(True, False, why)
             if problem:

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """``DeviceService`` makes all GPU calls of the broker, and never blocks the broker's event loop.
 
-One worker child per device makes the checkpoint calls, and one monitor child talks to NVML. Any
-task of one event loop may call the service; operations on the same device wait for each other.
+One worker child per device makes the checkpoint calls, and one monitor child calls NVML. All tasks
+of the event loop may call the service. Operations on the same device wait for each other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DeviceService(Inventory):
         return self
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
-        """Return environment variables for a new program, which then sees only these devices."""
+        """Return the environment variables that make a new program see only these devices."""
         return environment(devices)
 
     # ------------------------------------------------------------------ calls of the broker
@@ -56,11 +56,11 @@ class DeviceService(Inventory):
         session: str,
         on_kept: Callable[[str], None] = lambda _message: None,
     ) -> SuspendOutcome:
-        """Suspend every CUDA process of a session, or none.
+        """Suspend all CUDA processes of a session; if the driver refuses one, undo the suspend.
 
         The session's processes are ``root``, its descendants, and processes of the same user whose
-        environment has ``GPUPOOL_SESSION=session``. ``devices`` are the devices of its lease. If
-        the caller is cancelled, the operation continues: a driver call cannot be stopped.
+        environment has ``GPUPOOL_SESSION=session``. ``devices`` are the devices of the session's
+        lease. If the caller is cancelled, the operation continues: a driver call cannot be stopped.
 
         If a refused suspend cannot be undone (a program outside the pool took the memory, or the
         restore fails), the service retries the undo as long as the driver has the state. Other
@@ -101,18 +101,18 @@ class DeviceService(Inventory):
         need: Mapping[str, int],
         known: Sequence[ProcessId] = (),
     ) -> ResumeOutcome:
-        """Bring a suspended session back: from ``origin[i]`` to ``devices[i]``.
+        """Resume a session: move the state of its old device ``origin[i]`` to ``devices[i]``.
 
-        ``need`` is the free memory that the resume needs, by device. If less memory is free, the
-        resume does not begin. The caller has reserved this memory, so that no other session takes
-        it meanwhile. ``known`` are the processes of the last suspend.
+        ``need`` has the bytes that must be free on each device. The caller has reserved them, so
+        that no other session takes them. If fewer bytes are free, the resume does not begin.
+        ``known`` are the processes that the session's last suspend has suspended.
         """
         for uuid in devices:
             self._device(uuid)
         gone = [uuid for uuid in origin if uuid not in self._devices]
         if gone:
-            # The session's state is safe in host memory, but the driver may be unable to restore it
-            # on a GPU.
+            # The session's state is safe in host memory. But without its old device, the driver may
+            # be unable to restore the state on any GPU.
             return ResumeOutcome(
                 "no-room",
                 f"The session was suspended from device {gone[0]}, which the driver no longer "
@@ -125,7 +125,10 @@ class DeviceService(Inventory):
         return await self._workers.perform(run, root, session, devices)
 
     def moves(self, devices: Sequence[str], origin: Sequence[str]) -> Mapping[str, str]:
-        """Return the target of each visible device in a resume from ``origin`` to ``devices``."""
+        """Return, for each GPU of the machine, the GPU that replaces it; {} if no GPU changes.
+
+        The resume moves the state of ``origin[i]`` to ``devices[i]``.
+        """
         return complete_mapping((*origin,), (*devices,), self._physical()) or {}
 
     async def land(
@@ -149,9 +152,10 @@ class DeviceService(Inventory):
         return await self._workers.perform(run, process, session, both, alone=True)
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
-        """Let a process continue after the broker died while it moved the process (the landing).
+        """Let a process continue, after an earlier broker died during the landing of the process.
 
-        Return the driver's state before this call, and the reason why the process does not run.
+        Return the driver's state before this call, and why the process does not run ("" if it
+        runs).
         """
         if procfs.presence(process) == "gone":
             return "gone", ""
@@ -164,8 +168,8 @@ class DeviceService(Inventory):
     async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
         """Return the driver's state of a session: the worst state of its processes.
 
-        The state is ``hung`` if a process does not answer; a stopped process (SIGSTOP) never
-        answers.
+        The state is ``hung`` if the driver does not answer for a process. It never answers for a
+        stopped process (SIGSTOP).
         """
         if procfs.presence(root) == "gone":
             return "gone"

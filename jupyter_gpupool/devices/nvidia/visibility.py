@@ -2,15 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """Choose the GPUs that the broker, its children and new programs see; find processes that use GPUs.
 
-- NVML shows every GPU whose device file can be opened. On a machine without device cgroups these
-  can be more GPUs than a batch system or an admin has given to the broker's user. Environment
-  variables say which GPUs were given, and the broker never touches other GPUs. If a container or a
-  job's cgroup already hides the other GPUs, the broker uses all visible GPUs, and ignores the
+- NVML shows every GPU whose device file can be opened. On a machine without device cgroups, NVML
+  may show more GPUs than a batch system or an admin has given to the broker's user. Environment
+  variables say which GPUs were given, and the broker never uses other GPUs. If a container or a
+  job's cgroup already hides the other GPUs, the broker uses all GPUs that it sees, and ignores the
   numbers in the variable.
-- CUDA opens the files of all GPUs that a process sees, and NVML opens a file for each handle that
-  it returns. While an admin has set a device aside, CUDA_VISIBLE_DEVICES therefore hides the
-  device from new children, and the monitor requests no NVML handle for the device.
-- A driver cannot be replaced while a process has device files open.
+- A driver cannot be replaced while a process has device files open. CUDA opens the files of all
+  GPUs that a process sees, and NVML opens a file for each handle that it returns. So if an admin
+  has set a device aside, CUDA_VISIBLE_DEVICES hides the device from new children, and the monitor
+  requests no NVML handle for the device.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _FIRST = (_VISIBLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 #: Variable of the container toolkit. It contains the numbers that the GPUs have on the host.
 _TOOLKIT = "NVIDIA_VISIBLE_DEVICES"
 
-#: These variables number all GPUs of the machine, even if some of the GPUs are not visible.
+#: The numbers in these variables count all GPUs of the machine, even GPUs that are not visible.
 _GLOBAL = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _TOOLKIT)
 
 #: CUDA must number devices as NVML does. Otherwise the same index could mean two different devices.
 _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-#: With these values, frameworks do not take the whole device at first use, and do not use memory
-#: that the driver cannot suspend.
+#: These variables tell frameworks not to take the whole device at the first use, and not to use
+#: memory that the driver cannot suspend.
 _FRUGAL = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
@@ -50,32 +50,34 @@ _FRUGAL = {
     "CUDF_PANDAS_RMM_MODE": "async",
 }
 
-#: Values of the toolkit's variable that limit nothing: "void" and "" switch the toolkit off.
+#: With these values, the toolkit's variable hides no GPU. "void" and "" switch the toolkit off.
 _ANY = ("", "all", "void")
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The rows of the allowed GPUs; ``limit`` says in a sentence why others are left out."""
+    """The rows of the GPUs that the pool may use; ``limit`` says why it may not use other GPUs."""
 
     rows: tuple[DeviceRow, ...]
     limit: str = ""
 
 
 def environment(devices: Sequence[str]) -> dict[str, str]:
-    """Return environment variables for a new program, which then sees only these devices."""
+    """Return the environment variables that make a new program see only these devices."""
     return {_VISIBLE: ",".join(devices), **_ORDER, **_FRUGAL}
 
 
 def chosen(
     rows: Sequence[DeviceRow], environ: Mapping[str, str], wanted: Sequence[str] | None
 ) -> Given:
-    """Return the GPUs of ``rows`` that ``environ`` gives and ``c.GPUPool.devices`` names.
+    """Return the GPUs in ``rows`` that both ``environ`` and ``c.GPUPool.devices`` allow.
+
+    ``wanted`` is the value of the option; None allows all GPUs.
 
     Raises
     ------
     ConfigError
-        If the option names a GPU that does not exist, or was not given.
+        If the option names a GPU that does not exist, or that ``environ`` does not allow.
     """
     found = given(rows, environ)
     if wanted is None or not found.rows:
@@ -86,9 +88,9 @@ def chosen(
 
 
 def given(rows: Sequence[DeviceRow], environ: Mapping[str, str]) -> Given:
-    """Return the GPUs of ``rows`` (as NVML lists them) that ``environ`` gives.
+    """Return the GPUs in ``rows`` (from NVML's list) that the variables in ``environ`` allow.
 
-    If a variable names none of them, the result has no row, and ``limit`` says why.
+    If a variable allows none of these GPUs, the result has no row, and ``limit`` says why.
     """
     found, limits = tuple(rows), []
     first = next((name for name in _FIRST if name in environ), "")
@@ -115,13 +117,16 @@ def given(rows: Sequence[DeviceRow], environ: Mapping[str, str]) -> Given:
 
 
 def _named(rows: tuple[DeviceRow, ...], name: str, text: str) -> tuple[DeviceRow, ...]:
-    """Return the rows that the list ``text`` names; Slurm's lists can have ranges of numbers."""
+    """Return the rows of the GPUs that ``text`` lists; ``text`` is the value of variable ``name``.
+
+    A list of Slurm can have ranges of numbers.
+    """
     entries = [entry.strip() for entry in text.split(",")]
     numbers = {n for entry in entries for n in _numbers(entry)}
     if name in _GLOBAL and numbers:
-        # If the number of visible GPUs is at most the length of the list, a container or a cgroup
-        # already hides the other GPUs. The visible GPUs may then have new numbers from 0, so a
-        # comparison with the list would be wrong.
+        # If no more GPUs are visible than the list has numbers, a container or a cgroup already
+        # hides all other GPUs. The visible GPUs may then have new numbers that start at 0, so their
+        # numbers must not be compared with the list.
         if len(rows) <= len(numbers):
             return rows
         return tuple(row for row in rows if row.get("minor", row["index"]) in numbers)
@@ -152,7 +157,8 @@ def _names(entry: str, row: DeviceRow) -> bool:
 class Aside:
     """The devices that are set aside, and the reasons.
 
-    ``env`` is the environment of children that start from now on; this object keeps it up to date.
+    ``env`` is the environment of new children. This object changes ``env``, so that new children do
+    not see the devices that are set aside.
     """
 
     def __init__(self, env: dict[str, str]) -> None:
@@ -177,7 +183,10 @@ class Aside:
             raise DriverError(self._reasons[uuid], code=Code.PAUSED)
 
     def put(self, uuids: Iterable[str], reason: str, machine: Iterable[str]) -> bool:
-        """Set devices of this ``machine`` aside; return False if no device was newly set aside."""
+        """Set the devices ``uuids`` aside; return False if all of them were set aside before.
+
+        ``machine`` are all GPUs of the machine.
+        """
         fresh = {*uuids} - self._reasons.keys()
         self._reasons.update(dict.fromkeys(fresh, reason))
         self._see(machine)
@@ -206,9 +215,9 @@ _COMMAND = 60
 def holders(begin: str, number: int | None = None) -> tuple[list[FileHolder], int]:
     """Return the processes with device files open, and the number of unreadable processes.
 
-    The paths of device files start with ``begin``; with a ``number``, only that GPU's file counts.
-    This function reads ``/proc`` of the whole machine, so do not call it in an event loop. Only
-    root sees the open files of other users' processes.
+    The paths of device files start with ``begin``. If ``number`` is not None, only the file of the
+    GPU with this number counts. This function reads ``/proc`` of the whole machine, so do not call
+    it in an event loop. Only root sees the open files of other users' processes.
     """
     found, unseen = [], 0
     for pid in procfs.all_pids():

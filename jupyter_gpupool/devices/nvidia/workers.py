@@ -3,8 +3,8 @@
 """The worker children, one for each device, and their operations on sessions.
 
 Operations on the same device wait for each other. An operation continues even if its caller is
-cancelled. If an operation leaves processes stopped or locked, a task in this module brings them
-back.
+cancelled. If an operation could not make all processes run again, a task of this module does it
+later.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .sampler import Sampler
 
 _T = TypeVar("_T")
 
-#: An undo that leaves processes suspended is tried again. These are the first and the longest pause
-#: between two tries, in seconds. The pause doubles after each try.
+#: If an undo leaves processes suspended, it is repeated. These are the first and the longest pause
+#: between two attempts, in seconds. The pause doubles after each attempt.
 KEPT_POLL, KEPT_PAUSE = 0.5, 30.0
 
-#: Seconds between two checks of a stopped process: does it run again (after SIGCONT)?
+#: Seconds between two checks whether a stopped process runs again (after SIGCONT).
 _SETTLE_POLL = 0.25
 
 
@@ -50,8 +50,8 @@ class Workers:
         self.call_timeout = call_timeout
         #: The workers, by the UUID of the device.
         self.children: dict[str, Child] = {}
-        #: By session: the task that unlocks or restores the processes that an operation left
-        #: behind.
+        #: For the root of a session: the task that unlocks or restores the processes that an
+        #: operation could not bring back.
         self.settling: dict[ProcessId, asyncio.Task[None]] = {}
         self._make = children.make
         self._log = log
@@ -59,7 +59,7 @@ class Workers:
         self._lock_timeout = lock_timeout
         self._locks: dict[str, asyncio.Lock] = {}
         self._running: set[asyncio.Task[Any]] = set()
-        #: By session: processes that the driver may still lock.
+        #: For the root of a session: the session's processes that the driver may lock later.
         self._late: dict[ProcessId, Sequence[ProcessId]] = {}
 
     def add(self, uuid: str) -> None:
@@ -74,10 +74,10 @@ class Workers:
         self._locks.pop(uuid, None)
 
     def warm(self, uuid: str) -> None:
-        """Start a device's worker before the monitor has found the device, because sessions use it.
+        """Start the worker of a device before the monitor has found the device.
 
-        The start of the worker and the search of the monitor run at the same time, so the broker
-        starts faster.
+        Sessions of an earlier broker use the device, and soon need its worker. The worker starts
+        while the monitor searches for devices, so the broker starts faster.
         """
         self.add(uuid)
         task = asyncio.ensure_future(self.children[uuid].start())
@@ -91,7 +91,7 @@ class Workers:
         task.add_done_callback(over)
 
     def first_free(self, uuids: Sequence[str]) -> Sequence[str]:
-        """Return one of ``uuids`` whose worker has nothing to do; if all are busy, the first."""
+        """Return a list of one device: the first whose worker is free, or else the first of all."""
         free = [uuid for uuid in uuids if not self._locks[uuid].locked()]
         return (free or uuids)[:1]
 
@@ -102,10 +102,13 @@ class Workers:
             await asyncio.wait(waiting, timeout=grace)
 
     async def close(self, grace: float) -> None:
-        """Wait until all operations notice that the workers have ended (at most ``grace`` s)."""
+        """After the workers have ended, wait until all operations have ended, too.
+
+        The method waits for at most ``grace`` seconds.
+        """
         if self._running:
             await asyncio.wait(self._running, timeout=grace)
-        if self.settling:  # operations that ended during the wait above started these tasks
+        if self.settling:  # operations that ended during the wait have started these tasks
             await asyncio.wait(self._stop_settling(), timeout=grace)
 
     def _stop_settling(self) -> set[asyncio.Task[None]]:
@@ -160,8 +163,9 @@ class Workers:
         return await self.shielded(perform())
 
     async def shielded(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Finish ``work`` even if the caller is cancelled: a driver call cannot be stopped
-        half-way.
+        """Return the result of ``work``, which continues even if the caller is cancelled.
+
+        The reason is that a driver call cannot be stopped before its end.
         """
         task = asyncio.ensure_future(work)
         self._running.add(task)
@@ -178,12 +182,12 @@ class Workers:
     def _settle(
         self, operation: Operation, root: ProcessId, session: str, devices: Sequence[str]
     ) -> None:
-        """Unlock or restore processes that an operation could not bring back.
+        """Start a task that unlocks or restores the processes that an operation left behind.
 
-        If a process was stopped (SIGSTOP) during the operation, this method waits until the process
-        continues. The driver's own thread in the process may then finish its call and leave the
-        process locked. If a lock exceeded its time-out, the driver may also lock the process later,
-        when the GPU work ends.
+        - If a process was stopped (SIGSTOP), the task waits until the process continues. The
+          driver's own thread in the process may then finish its call and leave the process locked.
+        - If a lock call got no answer, the driver may lock the process later, when the GPU work
+          ends. The task waits for this.
         """
         stopped, late = operation.unsettled, operation.late
         if not stopped and not late:
@@ -215,7 +219,10 @@ class Workers:
     async def _landed(
         self, late: Sequence[ProcessId], root: ProcessId, session: str
     ) -> list[ProcessId]:
-        """Wait for late locks in an extra worker: other sessions need the device's own worker."""
+        """Wait for the late locks of the processes ``late``; return the processes that are locked.
+
+        An extra worker does this, because other sessions need the worker of the device.
+        """
         worker = self._make("worker")
         try:
             return await self.operation(worker, root, session).landed(late)
@@ -228,7 +235,7 @@ class Workers:
             self._late.pop(root, None)
 
     async def _forget_settling(self, root: ProcessId) -> Sequence[ProcessId]:
-        """Stop the settling task of a session; return processes that the driver may lock later."""
+        """Stop the task in ``settling`` of a session; return its processes in ``_late``."""
         task, late = self.settling.pop(root, None), self._late.pop(root, ())
         if task is not None:
             task.cancel()

@@ -12,8 +12,8 @@
 
 enum { ARRAY_LAYERED = 0x01, ARRAY_CUBEMAP = 0x04, ARRAY_SPARSE = 0x40, ARRAY_DEFERRED = 0x80 };
 
-/* The bits of one texel, summed over all channels. `channels` does not matter if the format has a
- * fixed number of channels. */
+/* The size of one texel with all its channels, in bits. If the format has a fixed number of
+ * channels, the function ignores `channels`. */
 static unsigned texel_bits(int format, unsigned channels)
 {
     switch (format) {
@@ -63,7 +63,7 @@ static uint64_t array_bytes(const CUDA_ARRAY3D_DESCRIPTOR *d, unsigned levels)
     return sum;
 }
 
-/* Charge the bytes, then make the driver call `call`, which sets *handle. */
+/* Charge `size` bytes. If they fit, run `call`: a call of the driver that sets *handle. */
 #define CREATE(handle, size, call, undo)                                                      \
     struct here h = here_now();                                                               \
     struct own own = {.bytes = h.ordinal < 0 ? 0 : (size), .owner  = h.number,                \

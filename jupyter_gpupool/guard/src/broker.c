@@ -20,15 +20,16 @@
 
 #define LOOK_MS 50            /* time between two checks of the gate and of interrupts, and between
                                * two tries to connect */
-#define AWAY_NS 4500000000ull /* if the broker closes every connection at once, a call fails after
-                               * this time */
-#define HOME_NS 500000000ull  /* longest wait for the answers to "cancel" and "home" (sent in
-                               * cuInit), because neither question asks for a lease */
+#define AWAY_NS 4500000000ull /* a call fails if the broker closes every connection at once for this
+                               * long */
+#define HOME_NS 500000000ull  /* longest wait for the answer to "cancel" or to "home". Neither asks
+                               * for a lease, and cuInit waits for "home" */
 #define CROWD_MS 4            /* time between two tries to connect while the broker's queue of
                                * connections is full */
-#define HELD_NS 1000000000ull /* a connection that lasted this long shows that the broker works */
-#define ANSWER_BYTES 4096     /* how many bytes of an answer to read: its type is at the
-                               * beginning */
+#define HELD_NS 1000000000ull /* a connection that ends earlier counts as one that the broker closes
+                               * at once */
+#define ANSWER_BYTES 4096     /* the guard reads only the first bytes of an answer, because they
+                               * contain its type */
 
 /* These are copies of environment variables, because another thread may change the environment
  * while this thread waits. The guard ignores a value that is too long. */
@@ -93,8 +94,9 @@ static void put_head(struct text *t, const char *type)
     put_string(t, broker.token);
 }
 
-/* The text that follows `<key>: "` in the object of the line; `key` includes its quotes. NULL if
- * the object has no such key. The broker escapes quotes inside strings. */
+/* Returns where the string value of `key` begins in the line, which is one JSON object. `key`
+ * includes its quotes. NULL: the object has no such key. A text inside a string cannot look like a
+ * key, because the broker escapes quotes in strings. */
 static const char *find(const char *line, const char *key)
 {
     const char *at = line;
@@ -117,7 +119,8 @@ static bool has(const char *line, const char *key, const char *value)
     return at && !strncmp(at, value, n) && at[n] == '"';
 }
 
-/* Append the text of a key to a sentence of SENTENCE_BYTES. Every byte that is not ASCII becomes "?". */
+/* Append the string value of `key` to `sentence`, which has room for SENTENCE_BYTES. Every byte
+ * that is not ASCII becomes "?". */
 static void add_text(char *sentence, const char *line, const char *key)
 {
     size_t n = strlen(sentence);
@@ -142,9 +145,9 @@ static void add_text(char *sentence, const char *line, const char *key)
 
 /* ---- one question */
 
-/* Returns -1 if there is no broker. If the broker's queue of connections is full, returns -1 and
- * sets *full. A blocking connect would wait in that queue, and an interrupt of the kernel could
- * not end that wait. */
+/* Connects to the broker without a wait. Returns -1 if no broker listens, or if its queue of
+ * connections is full; *full is true in the second case. A blocking connect would wait until the
+ * queue has room, and an interrupt of the kernel could not end this wait. */
 static int dial(bool *full)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -200,11 +203,12 @@ static int receive(int fd, char *answer, size_t *have)
 
 /* `through`: this thread's question must reach the broker, so the thread waits for a broker without
  * a time limit. The broker acts on the question as soon as it receives the question. So an
- * interrupt ends the wait only before the thread is connected to a broker. */
+ * interrupt ends the wait only while the thread is not connected to a broker. */
 static __thread bool through;
 
-/* `at_most`: the most nanoseconds to wait for the answer, or for a broker if none runs; 0: no
- * limit. `why`: as for broker_land(). */
+/* Sends the question and waits for the answer. `for_gate`: also end the wait when the gate lets
+ * calls pass. `at_most`: the longest wait in nanoseconds, including the wait for a broker; 0: no
+ * such limit. `why`: gets the sentence of the answer, as in broker_land(). */
 static enum answer ask(const struct text *question, bool for_gate, uint64_t at_most, char *why)
 {
     char answer[ANSWER_BYTES];
@@ -213,9 +217,10 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
     enum answer result;
     uint64_t began = monotonic();
     uint64_t since = 0; /* when the connection began */
-    uint64_t away = 0;  /* when it was first seen that no process listens; 0: a process listens */
+    uint64_t away = 0;  /* when this thread first found that no broker listens; 0: a broker
+                         * listens */
     uint64_t hung = 0;  /* when the broker began to close every connection at once; 0: it does not
-                         * close them at once */
+                         * do this */
     int fd = -1;
     if (why)
         *why = 0;
@@ -336,8 +341,8 @@ CUresult broker_grow(int ordinal, uint64_t more)
     enum answer answer = ask(&question, false, 0, NULL);
     CUresult error = gate_step_in();
     if (error)
-        return error; /* the gate closed during the question, and the wait for the lease ended with
-                       * an error */
+        return error; /* the gate closed while this thread asked, and the wait for the next lease
+                       * failed */
     if (answer == ANSWER_REFUSED)
         return CUDA_ERROR_OUT_OF_MEMORY;
     return answer == ANSWER_OK ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;
@@ -350,7 +355,8 @@ CUresult broker_land(const char *step, char *why)
     put(&question, ",\"step\":\"%s\",\"pid\":%d,\"tid\":%ld}\n", step, (int)getpid(),
         syscall(SYS_gettid));
     through = !strcmp(step, "move");
-    /* If a "cancel" does not arrive, the broker still releases the reserved memory, but later. */
+    /* Only "cancel" has a time limit. If it does not arrive, the broker releases the memory
+     * later. */
     enum answer answer = ask(&question, false, strcmp(step, "cancel") ? 0 : HOME_NS, why);
     through = false;
     return answer == ANSWER_OK        ? CUDA_SUCCESS

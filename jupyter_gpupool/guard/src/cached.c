@@ -29,7 +29,8 @@ static struct {
 } cache;
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
 
-/* A session may resume on other devices, so the cache is valid for one lease only. */
+/* Asks the driver for the properties of all devices. The cached answers are valid for one lease
+ * only, because a session may resume on other devices. */
 void cached_fill(void)
 {
     if (!guard_page)
@@ -67,9 +68,9 @@ static __attribute__((noinline)) bool remembered_slowly(void)
     return false;
 }
 
-/* Whether to answer from the cache. After true, this thread holds the lock. The function first
- * tests the byte that the entry points test. If this byte is zero, the driver does not block, and
- * the slower guard_blocked() is not called. */
+/* Whether to answer from the cache. If the result is true, this thread holds the lock. A fast test
+ * comes first: if the byte at guard_free_gate is zero, the driver does not block, and the slower
+ * guard_blocked() is not needed. */
 static inline bool remembered(void)
 {
     return __builtin_expect(*__atomic_load_n(&guard_free_gate, __ATOMIC_ACQUIRE), 0) && remembered_slowly();
@@ -186,7 +187,7 @@ void cached_fork(enum fork_when when)
         pthread_rwlock_wrlock(&lock);
     else if (when == FORK_PARENT)
         pthread_rwlock_unlock(&lock);
-    else /* glibc identifies the holder of a write lock by its thread id, which is different in the
-          * child */
+    else /* glibc stores the thread id of a write lock's holder. The thread has another id in the
+          * child, so the child cannot unlock the lock and makes a new one */
         lock = (pthread_rwlock_t)PTHREAD_RWLOCK_INITIALIZER;
 }

@@ -21,7 +21,8 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static uint32_t this_thread(void) { return (uint32_t)syscall(SYS_gettid); }
 
-/* The per-thread default stream is a different stream in each thread. */
+/* The per-thread default stream has the same handle in all threads, but it is a different stream in
+ * each thread. So its key contains the thread id. */
 static uint64_t key_of(CUstream stream, bool per_thread)
 {
     uint64_t handle = (uint64_t)stream;
@@ -85,7 +86,8 @@ static uint64_t context_of(CUstream stream, bool per_thread)
     return table_get(OWN_CONTEXT, (uint64_t)context, &own) ? own.owner : 0;
 }
 
-/* Count the recording before the call ends, so that a suspend sees either the call or the recording. */
+/* Count the recording before the call leaves the count of calls. So a suspend always sees the call,
+ * the recording, or both. */
 static CUresult begun(CUresult result, CUstream stream, bool per_thread, int mode)
 {
     if (result || !guard_page)
@@ -106,8 +108,8 @@ static CUresult ended(CUresult result, CUstream stream, bool per_thread)
     int entry = per_thread ? E_cuStreamIsCapturing_ptsz : E_cuStreamIsCapturing, status = 0;
     if (!guard_page || !table_take(OWN_CAPTURE, key_of(stream, per_thread), &own))
         return result;
-    /* After an error the stream may still record. In this case another thread must end the
-     * capture. */
+    /* After an error the stream may still record, because only another thread may end the capture.
+     * In this case put the entry back. */
     if (result && guard_has(entry) && !((is)guard_real[entry])(stream, &status) && status)
         table_put(&own, &stale);
     else

@@ -13,8 +13,8 @@
 #include "counting.h"
 #include "guard.h"
 
-/* The broker may grant bytes that another process of the session then takes first. After this many
- * such tries, the allocation fails. */
+/* Another process of the session may take the bytes that the broker has granted for this
+ * allocation. This thread then asks again. After this many repetitions, the allocation fails. */
 #define TRIES 8
 
 #define LOAD(x) __atomic_load_n(&(x), __ATOMIC_SEQ_CST)
@@ -59,8 +59,8 @@ static void add(struct page_slot *slot, int ordinal, uint64_t bytes)
     __atomic_add_fetch(&slot->used[ordinal], bytes, __ATOMIC_SEQ_CST);
 }
 
-/* The result is never below zero. Otherwise, after an accounting error, the slot could show 16 EiB
- * in use. */
+/* If an accounting error makes `bytes` larger than the count, the count becomes 0. An unsigned
+ * count below zero would show 16 EiB in use. */
 static void subtract(struct page_slot *slot, int ordinal, uint64_t bytes)
 {
     uint64_t seen = LOAD(slot->used[ordinal]);
@@ -69,8 +69,8 @@ static void subtract(struct page_slot *slot, int ordinal, uint64_t bytes)
         ;
 }
 
-/* Takes the lock, adds the bytes to the slot if they fit in the grant, and returns whether they
- * fit. */
+/* Holds the lock, and adds the bytes to the slot if they fit in the grant. Returns whether they
+ * fit. `reap`: first free the slots of dead processes. */
 static bool take_locked(struct page_slot *slot, int ordinal, uint64_t bytes, bool reap)
 {
     page_lock();
@@ -83,7 +83,8 @@ static bool take_locked(struct page_slot *slot, int ordinal, uint64_t bytes, boo
     return taken;
 }
 
-/* The number of missing bytes; 0 if the request is too large for any grant. */
+/* By how many bytes the grant must grow for the request, but at least 1. 0: the request is too
+ * large for any grant. */
 static uint64_t missing(int ordinal, uint64_t bytes)
 {
     uint64_t wanted, granted = LOAD(guard_page->granted[ordinal]);
@@ -92,7 +93,8 @@ static uint64_t missing(int ordinal, uint64_t bytes)
     return wanted > granted ? wanted - granted : 1;
 }
 
-/* Whether the broker has just refused this many bytes, and nothing has changed since. */
+/* Whether the broker has refused a grant for this many bytes or fewer, and nothing has changed
+ * since then. */
 static bool in_vain(int ordinal, uint64_t bytes)
 {
     uint64_t wanted, from = LOAD(guard_page->vain[ordinal]);
@@ -115,8 +117,8 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
     for (int tries = 0;; tries++) {
         uint64_t more = in_vain(ordinal, bytes) ? 0 : missing(ordinal, bytes);
         CUresult refused = more ? broker_grow(ordinal, more) : CUDA_ERROR_OUT_OF_MEMORY;
-        /* After an error of the gate, take no bytes even if they fit in the grant, because the
-         * process may be suspended. */
+        /* If broker_grow() failed for another reason than a refusal, the process may be suspended.
+         * In this case take no bytes, even if they fit in the grant. */
         bool inside = !refused || refused == CUDA_ERROR_OUT_OF_MEMORY;
         if (more && inside && take_locked(slot, ordinal, bytes, true))
             return CUDA_SUCCESS;

@@ -11,8 +11,8 @@
 
 struct devices {
     uint32_t lock;
-    uint32_t changes; /* number of ended contexts: a thread may use its cached context only while
-                       * this number stays the same */
+    uint32_t changes; /* grows whenever a context ends. A thread may use its cached context only
+                       * while this number stays the same */
     uint64_t numbers;
     struct {
         uint32_t live;     /* number of contexts, including the primary context */
@@ -59,9 +59,9 @@ struct here here_now(void)
     CUcontext context = NULL;
     if (!d || CALL(current, cuCtxGetCurrent)(&context) || !context)
         return nowhere;
-    /* A program can make a context without the guard (by an export table, or if it opens the driver
-     * by its path). While the session is suspended, the driver also blocks in calls of such a
-     * context. */
+    /* The program may have made this context without the guard: through an export table, or after
+     * it opened the driver by its path. While the session is suspended, the driver blocks calls
+     * with this context, too. So note here that the process has a context. */
     if (!guard_has_context()) {
         guard_note_init();
         guard_note_context();
@@ -108,10 +108,11 @@ struct here here_of_stream(CUstream stream, bool per_thread)
     return h;
 }
 
-/* ---- the constant charge of a context, and everything that ends with a context */
+/* ---- the fixed charge of a context, and the charges that the guard gives back when a context
+ * ends */
 
-/* Whether this process has any context. A process with a context already sees the slice, because
- * the process moves with its session. */
+/* Whether this process has any context. If it has one, it moves with its session. So its devices
+ * are already the devices of the slice. */
 static bool any_live(struct devices *d)
 {
     bool live = false;
@@ -122,9 +123,10 @@ static bool any_live(struct devices *d)
     return live;
 }
 
-/* If the process has no context on the device yet, charge for the context that it is about to make.
- * If two threads make a context at the same time, both charge, because no thread holds a lock while
- * it asks the broker. In this case context_end() gives one of the two charges back. */
+/* Called before the driver makes a context. Charges for the context if it is the first of this
+ * process on the device. If two threads make the first context at the same time, both charge for
+ * it, because no thread holds a lock while it asks the broker. In this case context_end() gives one
+ * of the two charges back. */
 static CUresult context_begin(int ordinal, uint64_t *charged)
 {
     struct devices *d = devices();
@@ -288,8 +290,8 @@ CUresult wrap_cuVDPAUCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice devic
     CREATE(pinned(REAL(cuVDPAUCtxCreate_v2)(out, flags, device, vdp, get)), device);
 }
 
-/* A green context is a part of the primary context. The driver creates the primary context if it
- * does not exist. */
+/* A green context is a part of the primary context. If the primary context does not exist, this
+ * call creates it. So the wrapper charges for a context. */
 CUresult wrap_cuGreenCtxCreate(CUgreenCtx *out, void *resources, CUdevice device, unsigned flags)
 {
     ENTER;
@@ -327,7 +329,8 @@ CUresult wrap_cuCtxDestroy_v2(CUcontext context)
     struct here here = nowhere;
     uint64_t number = 0;
     if (guard_page && context) {
-        /* The driver reports the device only of the current context. */
+        /* The driver reports a device only for the current context. So make `context` current while
+         * the guard asks. */
         CUcontext before;
         if (!CALL(push, cuCtxPushCurrent_v2)(context)) {
             here = here_now();
@@ -376,8 +379,8 @@ CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
     return context_end(result, ordinal, charged, result ? NULL : *out);
 }
 
-/* Called before a release or a reset of the primary context. The guard may only note this call, so
- * the state is unknown until the driver has made the call. */
+/* Called before a release or a reset of the primary context. The guard may note this call instead
+ * of making it now. So the state is unknown until the driver has made the call. */
 static void primary_unknown(CUdevice device)
 {
     int ordinal = here_of_device(device).ordinal;
@@ -389,9 +392,9 @@ static void primary_unknown(CUdevice device)
     own_unlock(&d->lock);
 }
 
-/* PyTorch makes this query while it handles an error of another call. That call may have failed
- * because an interrupt ended its wait. If this query also waited, the same interrupt could not end
- * the second wait. So, while the driver would block, the guard answers from its copy. */
+/* PyTorch makes this query while it handles the error of an earlier call. The earlier call may have
+ * failed because the user interrupted its wait. If the query waited too, the user would have to
+ * interrupt again. So, while the driver would block, the guard answers from the stored state. */
 CUresult wrap_cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active)
 {
     int ordinal = here_of_device(device).ordinal;

@@ -19,8 +19,8 @@ struct here {
     uint64_t number; /* the context's number. A later context may get the same handle, but never the
                       * same number */
     CUdevice device;
-    int ordinal; /* -1: the guard does not count here (no page, no context, or a device outside the
-                  * session) */
+    int ordinal; /* the session's ordinal of the device. -1: the guard does not count the bytes of
+                  * this call (no page, no context, or a device outside the session) */
 };
 
 struct here here_now(void);
@@ -40,15 +40,15 @@ struct here here_of_device(CUdevice device);
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
 /* The first line of a wrapper of a call that frees or destroys something. The macro gets the name
- * and the arguments of the call. The code before the macro runs even if the guard only notes the
- * call. */
+ * and the arguments of the call. If the guard notes the call, the macro returns from the wrapper,
+ * and only the code before the macro runs now. */
 #define ENTER_BACK(name, ...)                                                                   \
     CUresult entered_ = guard_enter_back(E_##name, (const uint64_t[LATER_ARGUMENTS]){__VA_ARGS__}); \
     if (entered_)                                                                               \
         return entered_ == GUARD_NOTED ? CUDA_SUCCESS : entered_;                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
-/* The first line of a wrapper that queries whether work is done. */
+/* The first line of a wrapper of a call that asks whether work on the device is done. */
 #define ENTER_QUERY                                                                             \
     CUresult entered_ = guard_enter_query();                                                    \
     if (entered_)                                                                               \
@@ -65,22 +65,23 @@ static inline void guard_left(int *unused)
  * enters the allocation in the table. After an error, it gives the charge back. If the table has no
  * room, it calls `undo` to free the allocation, and gives the charge back. */
 CUresult keep(CUresult result, const struct own *own, CUresult (*undo)(CUdeviceptr key));
-/* Whether managed memory is allowed. Before cuInit this is true, so that the driver reports the
- * error. */
+/* Whether managed memory is allowed. Before cuInit the answer is yes: the driver then gets the
+ * call, and reports that cuInit is missing. */
 static inline bool managed_allowed(void)
 {
     return !guard_initialised() || __atomic_load_n(&guard_page->managed, __ATOMIC_RELAXED) == MANAGED_ALLOW;
 }
 
-/* Give back the bytes that were charged for an entry. */
+/* Called for an entry that is no longer in the table: gives back its bytes, or ends the recording
+ * or the registration that it stands for. */
 void settle_stale(const struct own *own);
 
 /* A stream has stopped recording a graph (captures.c). */
 void capture_over(const struct own *own);
 /* Host memory was unregistered (registered.c). */
 void registered_over(const struct own *own);
-/* Whether any stream of this process may be recording. The stream does not matter, because one
- * recording may include other streams. */
+/* Whether any stream of this process may be recording. The function does not look at one stream
+ * only, because a recording on another stream may include this stream. */
 bool capture_any(void);
 
 /* ---- charge.c */
@@ -109,8 +110,8 @@ struct reserve {
     uint64_t live;    /* bytes allocated from the reserve */
 };
 
-/* Charges `growth`. Call it before a driver call that may grow the reserve, and call reserve_end
- * after the driver call. */
+/* Charges `growth` bytes for the reserve. Call this function before a driver call that may grow the
+ * reserve, and reserve_end after the driver call. */
 CUresult reserve_begin(struct reserve *r, uint64_t growth);
 /* Compares the charge with the real growth. Returns CUDA_ERROR_OUT_OF_MEMORY if the growth exceeds
  * the charge and the difference does not fit in the grant. After this error the caller must undo
@@ -127,8 +128,8 @@ bool pools_reclaim(int ordinal);
 /* Called after a synchronise: pools may have shrunk. Costs one load if there are no pools. */
 void pools_synced(void);
 void pool_freed(const struct own *own);
-/* The number of trims of graph memory. If a graph was last launched before the last trim, its next
- * launch may reserve memory again. */
+/* How often the memory of graphs has been trimmed. A trim releases reserved memory, so the next
+ * launch of a graph may reserve memory again. */
 extern uint32_t graph_trims;
 
 #pragma GCC visibility pop

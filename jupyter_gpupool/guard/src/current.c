@@ -24,7 +24,7 @@ static __thread struct {
     struct stack real;   /* the driver's stack */
     struct stack wanted; /* the stack as the application sees it */
     bool differ;
-    bool lost; /* the stack is deeper than this array, and only the driver knows all of it */
+    bool lost; /* the driver's stack is deeper than the array `at`, so `real` is incomplete */
 } mine;
 
 static pthread_key_t at_end;
@@ -159,11 +159,11 @@ void current_fork(enum fork_when when)
     mine.differ = mine.lost = false;
 }
 
-/* ---- the calls. If the driver would not block, these functions only call the driver, which costs
- * a few instructions more than a direct call. */
+/* ---- the calls. If the driver would not block, each function calls the driver. This costs a few
+ * instructions more than a direct call. */
 
-/* Whether the guard answers from its own stack. If not, the caller returns *error, or calls the
- * driver if *error is 0. */
+/* Whether the guard must answer from its own stack, because the driver would block. If the result
+ * is false, the caller calls the driver if *error is 0; otherwise it returns *error. */
 static bool blocked(uint32_t entry, CUresult *error)
 {
     *error = CUDA_SUCCESS;
@@ -235,7 +235,8 @@ CUresult wrap_cuCtxGetCurrent(CUcontext *out)
     return error ? error : REAL(cuCtxGetCurrent)(out);
 }
 
-/* Whether the guard itself can answer. If true, *error is the result of the call. */
+/* Finds the device of a context without the driver. Returns false if the guard's table does not
+ * have the context. Otherwise *error is the result of the call. */
 static bool device_of(CUcontext context, CUdevice *out, CUresult *error)
 {
     struct own own;

@@ -78,8 +78,8 @@ static void *search_directories(const char *soname, bool defaults)
     return found;
 }
 
-/* The format of glibc's ldconfig since 2.2. In some files this part comes after a part in the older
- * format. */
+/* The part of ld.so.cache in the format that ldconfig has written since glibc 2.2. In some files, a
+ * part in the older format comes before it. */
 struct cache {
     char magic[20]; /* "glibc-ld.so.cache1.1" */
     uint32_t count, strings;
@@ -111,7 +111,8 @@ static void *search_cache(const char *soname)
     if (at && (size_t)(end - at) > sizeof *cache &&
         (size_t)(end - at) - sizeof *cache >= cache->count * sizeof cache->entry[0])
         for (uint32_t i = 0; i < cache->count && !found; i++) {
-            /* After the strings the file may have other data that does not end with a zero byte. */
+            /* Check that the strings end inside the file. The last byte of the file may be
+             * non-zero, because other data may follow the strings. */
             uint64_t key = cache->entry[i].key, value = cache->entry[i].value;
             size_t room = (size_t)(end - at), length = strlen(soname) + 1;
             if (cache->entry[i].flags == CACHE_X86_64 && key + length <= room && value < room &&

@@ -6,8 +6,9 @@
 #ifndef GPUPOOL_GUARD_FIND_H
 #define GPUPOOL_GUARD_FIND_H
 
-/* Both libraries of the guard contain this text, exported as gpupool_guard. It distinguishes a copy
- * of the guard from the driver: in a process by dlsym(), and in a file by a search for the text. */
+/* Both libraries of the guard contain this text, exported as gpupool_guard. The guard uses it to
+ * distinguish its own copies from the driver. In a process it looks for the symbol with dlsym(). In
+ * a file it searches for the text. */
 #define FIND_MARK "gpupool-guard-copy"
 
 /* Returns the opened library, or NULL. `named`: the library's path if the user has set it,

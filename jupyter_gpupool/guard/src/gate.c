@@ -31,9 +31,10 @@ const uint8_t *guard_gate = &guard_shut.gate, *guard_free_gate = &guard_shut.gat
 
 static bool initialised, context, ending;
 
-/* The depth of this thread's nested calls, and the word of the slot that counts the outermost call.
- * `own`: the word is ``first``, which no other thread of the process writes. So this thread can
- * count the end of its call with a plain store. A locked instruction would take twice the time. */
+/* `depth`: how many guarded calls of this thread are nested. `inflight`: the word of the slot that
+ * counts the outermost call. `own`: this word is ``first``, and no other thread of the process
+ * writes it. So this thread ends the count with a plain store. A locked instruction would take
+ * twice the time. */
 static __thread struct {
     uint32_t depth;
     bool own;
@@ -61,8 +62,8 @@ bool gate_lets(bool use)
     if (gate == GATE_OPEN)
         return true;
     if (gate == GATE_UNUSED) {
-        /* If the broker closes the gate before the exchange, the exchange fails. In this case the
-         * caller checks the gate again, or the driver's lock for the suspend stops the call. */
+        /* If the broker has changed the gate since the load above, the exchange fails and stores
+         * the new value in `gate`. If the new value is GATE_CLOSED, the function returns false. */
         if (use)
             __atomic_compare_exchange_n(&guard_page->gate, &gate, GATE_OPEN, false,
                                         __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
@@ -95,9 +96,9 @@ CUresult gate_pass(void)
         /* Before cuInit no call reaches a device: the driver answers with an error. */
         if (!__atomic_load_n(&initialised, __ATOMIC_ACQUIRE))
             return CUDA_SUCCESS;
-        /* The end of the process frees everything, so a suspended kernel can shut down without a
-         * lease. Frameworks can handle this error. The driver itself returns this error if it is
-         * unloaded at exit before the framework. */
+        /* A process that ends does not wait for a lease, because its end frees everything.
+         * Frameworks can handle this error: the driver itself returns it if it is unloaded at exit
+         * before the framework. */
         if (gate_ends())
             return CUDA_ERROR_DEINITIALIZED;
         /* If an admin's pause has suspended the process, ask for the slice, so that the broker
@@ -142,10 +143,12 @@ bool gate_inside(void)
 uint32_t guard_arrears;
 static uint32_t arrears_lock;
 
-/* While the process must still make such calls, or moves to another device, the entry points take
- * the slow path even if the gate is open. In a process without a context, the entry points of calls
- * that need no lease test the first byte of `landing` instead of the gate. If this byte is zero,
- * they call the driver. It is not zero if the broker has suspended the process. */
+/* Choose the two bytes that the entry points test. While the process must still make such calls, or
+ * moves to another device, both bytes are GATE_CLOSED. All entry points then take the slow path,
+ * even if the gate is open. Otherwise they test the gate. But if the process has no context, the
+ * entry points of calls that need no lease test the first byte of `landing`. This byte is not zero
+ * if the broker has suspended the process. If the byte is zero, these entry points call the
+ * driver. */
 static void point(void)
 {
     struct page_slot *slot = guard_slot();
@@ -204,7 +207,8 @@ static bool drained(void)
 enum purpose {
     LOOK_UP, /* needs no lease */
     USE,     /* waits for the lease, and for the noted calls of all threads */
-    QUERY,   /* asks whether work is done; waits for the noted calls, which may record the event */
+    QUERY,   /* asks whether work is done; waits for the noted calls, because one of them may record
+              * the event that the program asks about */
     BACK,    /* frees or destroys */
 };
 
@@ -222,14 +226,15 @@ static bool starts(CUresult *error)
     return guard_page != NULL;
 }
 
-/* Count the call. If the gate lets it pass, first apply this thread's own changes of the current
- * context and, except for LOOK_UP, make the noted calls of all threads; then return true. Otherwise
- * remove the call from the count and return false. */
+/* Count the call, and return whether it may go on. If the gate lets the call pass, first apply this
+ * thread's own changes of the current context. Then make the noted calls of all threads, except for
+ * LOOK_UP. If the call must wait, remove it from the count. */
 static bool in(enum purpose purpose, bool gated)
 {
     struct page_slot *slot = guard_slot();
     uint32_t *inflight = guard_first ? &slot->first : &slot->inflight;
-    /* Both operations are full barriers. The gate must be loaded after them. */
+    /* The exchange and the addition are full barriers, because the gate must be loaded after the
+     * call is counted. */
     if (guard_first)
         __atomic_exchange_n(inflight, 1, __ATOMIC_SEQ_CST);
     else
@@ -408,7 +413,8 @@ CUresult guard_slow_refuse(uint32_t entry)
 
 void guard_leave(void)
 {
-    /* The depth is zero only if fork() was called during a call, and this process is the child. */
+    /* The depth is zero only in the child of a fork() during the call: gate_fork() has set it to
+     * zero. */
     if (!inside.depth || --inside.depth || !inside.inflight)
         return;
     if (inside.own)

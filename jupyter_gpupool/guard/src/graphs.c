@@ -81,8 +81,8 @@ static void look_through(CUgraph graph, struct totals *sum, int depth)
         munmap(node, room);
 }
 
-/* The largest number of bytes by which the first launch of a graph can make the reserve grow. The
- * launch first uses the idle part of the reserve. */
+/* By how many bytes the reserve grows at most when a graph that allocates `bytes` is first
+ * launched. The launch first uses the idle part of the reserve. */
 static uint64_t growth(const struct reserve *r, uint64_t bytes)
 {
     typedef CUresult (*attribute)(CUdevice, int, void *);
@@ -94,7 +94,8 @@ static uint64_t growth(const struct reserve *r, uint64_t bytes)
     return bytes > idle ? bytes - idle : 0;
 }
 
-/* Charges the bytes of `sum`. If the broker refuses one charge, gives the other charges back. */
+/* Charges the bytes of `sum` on each device. If the charge on one device fails, gives back the
+ * charges on the other devices. */
 static CUresult begin(const struct totals *sum, struct reserve *r[PAGE_DEVICES])
 {
     CUresult result = CUDA_SUCCESS;

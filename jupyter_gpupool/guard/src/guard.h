@@ -20,9 +20,9 @@
 
 /* ---- the real driver (real.c; the table and its indices are generated: entries_gen.h) */
 
-/* The driver's functions by index of the entry, including the spare entries. Inside an entered
- * call, no pointer is NULL: if the driver lacks a function, the table has a stub, which returns
- * CUDA_ERROR_NOT_FOUND. */
+/* The driver's functions by index of the entry, including the spare entries. Once guard_enter() has
+ * returned 0, no pointer is NULL: in place of a function that the driver lacks, the table has a
+ * stub that returns CUDA_ERROR_NOT_FOUND. */
 extern void *guard_real[E_COUNT + E_SPARES];
 
 /* REAL(cuMemAlloc_v2)(...) calls the driver's own function. REAL takes the function's type from
@@ -36,7 +36,8 @@ extern unsigned guard_driver_version;
 /* Whether the driver has an entry. */
 bool guard_has(int entry);
 
-/* The index of the entry that cuGetProcAddress returns for a name; -1: not in entries.txt. */
+/* The index of the entry that cuGetProcAddress returns for these arguments; -1: entries.txt has no
+ * such entry. */
 int guard_find(const char *name, int version, bool per_thread);
 const char *guard_name(int entry);
 /* The exported function of an entry. */
@@ -46,8 +47,9 @@ void *guard_exported(int entry);
  * the error for the application. After an error, a later call tries again. */
 CUresult guard_settle(void);
 extern bool guard_settled; /* whether guard_settle() has succeeded in this process */
-/* If the byte of the gate is not zero, an entry point calls the function for its kind. If the
- * function returns 0, the entry point calls the driver. guard_slow_never only loads the driver. */
+/* An entry point first tests a byte (see guard_gates). If the byte is not zero, the entry point
+ * calls the function below that belongs to its kind in entries.txt. If the function returns 0, the
+ * entry point calls the driver. guard_slow_never only loads the driver. */
 CUresult guard_slow_never(void);
 CUresult guard_slow_free(uint32_t entry);
 CUresult guard_slow_gate(uint32_t entry);
@@ -87,12 +89,12 @@ void guard_note_context(void);
 bool guard_initialised(void); /* whether this process has called cuInit with success */
 bool guard_has_context(void);
 
-/* Set the addresses of the two bytes that the entry points test: bytes of the page, or
- * constants. */
+/* guard_gate and guard_free_gate point to the two bytes that the entry points test: to bytes of the
+ * page, or to constants. guard_gates sets both addresses. */
 extern const uint8_t *guard_gate, *guard_free_gate;
 void guard_gates(const uint8_t *gate, const uint8_t *free_gate);
-/* The entry points of launches also test the fourth byte of this word, which is ``contended`` in
- * the page. */
+/* A constant that can stand in for the gate of the page and the three bytes after it. The entry
+ * points of launches also test the fourth byte. In the page this byte is ``contended``. */
 struct gate_word {
     uint8_t gate, unused[3];
 };
@@ -118,8 +120,8 @@ void gate_step_out(void);
 CUresult gate_step_in(void);
 /* Set the bytes that the entry points test. Called when a landing has begun or ended. */
 void gate_point(void);
-/* Called instead of gate_step_in if the call will not enter the driver again, and returns an
- * error. */
+/* Called instead of gate_step_in if the call returns an error and does not enter the driver
+ * again. */
 void gate_step_back(void);
 
 /* Cache the driver's answers about the devices. While the driver would block, the guard answers
@@ -163,27 +165,27 @@ static inline struct page_slot *guard_slot(void)
     return __atomic_load_n(&guard_the_slot, __ATOMIC_SEQ_CST);
 }
 
-/* The session's ordinal of the device that this process knows as `device`; -1: the session does not
- * have the device. The two numbers differ if the process does not see all devices of the
- * session. */
+/* Translate `device`, a device number in this process, into the session's ordinal; -1: the session
+ * does not have the device. The two numbers may differ if the process does not see all devices of
+ * the session. */
 int guard_ordinal(CUdevice device);
 /* The session's ordinal of the current context's device; -1 without a context. */
 int guard_current(void);
 
-/* Whether the device that this process sees as the session's device `ordinal` belongs to the
- * slice. cuInit binds a process to devices, although the session may have no lease yet. Before
- * the process makes a context, the session may get other devices. The process must not take
- * memory on its old devices, where the session has no grant. */
+/* Whether the device that this process sees as the session's device `ordinal` belongs to the slice.
+ * cuInit fixes the devices of the process, perhaps before the session has a lease. The session may
+ * then get a lease on other devices. The session has no grant on the old devices, so the process
+ * must not take memory there. */
 bool guard_sees_slice(int ordinal);
-/* Write to the slot whether the process's devices follow the slice. While the process has contexts,
- * it moves with the session, and its devices are always the devices of the slice. After the end of
- * its last context, the process keeps its present devices. */
+/* Write to the slot which devices the process sees. `follows`: the process has contexts, so it
+ * moves with the session, and its devices are always the devices of the slice. If `follows` is
+ * false, the process has no context and keeps its present devices. */
 void guard_follow(bool follows);
 
 /* ---- moving to the slice before the first context (landing.c) */
 
-/* Called inside a counted call, while the gate is open: make the process see the slice. Returns 0,
- * or the error for the application. */
+/* Make the process see the devices of its slice. Called inside a counted call, while the gate is
+ * open. Returns 0, or the error for the application. */
 CUresult landing(int ordinal);
 /* Called after the process has tried to make its context. Releases the contexts that this thread
  * made for the landing. If the guard can only note the release, these contexts move with the
@@ -193,8 +195,8 @@ enum landing_kept landing_over(void);
 /* landing_moves: whether the broker may suspend this process to move it. landing_wait: wait until
  * the broker has finished. */
 bool landing_moves(void);
-/* Whether this process is suspended although it has no context. landing_moves() is then also
- * true. */
+/* Whether an admin's pause has suspended this process, although it has no context. In this case
+ * landing_moves() is also true. */
 bool landing_aside(void);
 CUresult landing_wait(void);
 
@@ -204,28 +206,31 @@ void guard_pin(uint32_t pins); /* PIN_* */
  * mutex. */
 enum page_state {
     PAGE_READY,
-    PAGE_LOST,    /* ask the broker, which restores the page's path or passes the page. Then look
-                   * for the page again */
+    PAGE_LOST,    /* the page was not found. Ask the broker, which restores its path or passes the
+                   * page; then call page_settle() again */
     PAGE_REFUSED, /* the guard has written the reason to stderr */
 };
 enum page_state page_settle(void);
 void page_passed(int fd); /* the broker has sent the session's page: keep its descriptor for
                            * page_settle() */
-/* A thread holds this lock while it takes or frees a slot, or adds bytes only if the sum over all
- * slots fits in the grant. It never calls the driver while it holds this lock. */
+/* A thread holds this lock while it takes or frees a slot, and while it checks that more bytes fit
+ * in the grant and adds them. A thread never calls the driver while it holds this lock. */
 void page_lock(void);
 void page_unlock(void);
 /* Free the slots of processes that have ended. The caller holds the lock. The function is slow,
  * because it reads /proc for each process. */
 void page_reap(void);
-/* Whether page_reap() may find a slot to free. After a process of the session has ended, the
- * function returns true within 10 ms, and at once if the parent has reaped the process. */
+/* Whether to call page_reap(). If a process of the session has ended and its parent has reaped it,
+ * the function returns true at once. It also returns true once every 10 ms, because a zombie may
+ * have a slot. */
 bool page_deaths(void);
 
 /* ---- calls that a process or a thread makes once the gate is open (gate.c, later.c, current.c) */
 
 enum arrears { ARREARS_CALLS = 1, ARREARS_CONTEXTS = 2 /* added once for each thread */ };
-/* Which such calls are left; 0: none. If any are left, every entry point takes its slow path. */
+/* What the process must still do: ARREARS_CALLS if it must make noted calls, plus ARREARS_CONTEXTS
+ * for each thread whose changes of the current context are not yet made in the driver. If the value
+ * is not 0, every entry point takes its slow path. */
 extern uint32_t guard_arrears;
 void gate_arrears(enum arrears what, bool more);
 
@@ -233,8 +238,8 @@ void gate_arrears(enum arrears what, bool more);
 /* Note a call, to make it later with the context that is current now. Returns false if there is no
  * memory for it. */
 bool later_note(uint32_t entry, const uint64_t *argument);
-/* Whether the guard may note this call. While host memory is registered, it must not note a call
- * that ends a context. */
+/* Whether the guard may note a call of this entry. While host memory is registered, the guard must
+ * not note a call that ends a context (see registered.c). */
 bool later_may(uint32_t entry);
 /* Whether this process has host memory registered with the driver (registered.c). */
 bool registered_any(void);
@@ -252,8 +257,9 @@ void current_seen(CUcontext context);
 void current_pushed(CUcontext context);
 void current_destroyed(CUcontext context);
 void current_destroyed_later(CUcontext context);
-/* current_differs: whether this thread's current context is not yet set in the driver.
- * current_apply: set it in the driver. */
+/* current_differs: whether the driver's stack of contexts for this thread differs from the stack
+ * that the application sees. current_apply: change the driver's stack, so that it does not
+ * differ. */
 bool current_differs(void);
 void current_apply(void);
 
@@ -267,9 +273,10 @@ void nvml_calls_thread_ends(void);
 
 /* ---- waiting (wait.c) */
 
-/* Between polite_begin and polite_end, other threads of the interpreter can run, if this process
- * has an interpreter and this thread held its lock. Meanwhile this thread notices an interrupt
- * (SIGINT with a handler), and the slot counts it as a waiting thread. */
+/* polite_begin begins a wait, and polite_end ends it. If this process has an interpreter and this
+ * thread holds its lock, the thread releases the lock during the wait. So other threads of the
+ * interpreter can run. During the wait, this thread notices an interrupt (SIGINT with a handler),
+ * and the slot counts this thread as waiting. */
 struct polite {
     void *thread;
     struct page_slot *slot;
@@ -315,19 +322,20 @@ uint64_t guard_used(int ordinal);
 
 /* ---- the broker (broker.c) */
 
-/* The guard opens a connection for each question. The thread waits for the answer as described in
- * wait.c. The functions return 0, or the error for the application. */
+/* Questions to the broker. The guard opens a connection for each question, and the thread waits for
+ * the answer as wait.c describes. A function of type CUresult returns 0, or the error for the
+ * application. */
 void broker_remember(void); /* stores the broker's address before any thread waits */
 CUresult broker_attach(void);                            /* returns once the lease is granted */
 CUresult broker_grow(int ordinal, uint64_t more);        /* returns 0 if the page has a larger grant
                                                           * now */
 enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_AGAIN, ANSWER_INTERRUPTED, ANSWER_AWAY };
-enum answer broker_page(void); /* OK: the page's path is restored, or the broker has passed the
-                                * page */
+enum answer broker_page(void); /* ANSWER_OK: the broker has restored the page's path or has passed
+                                * the page */
 void page_lost(enum answer answer); /* called if the page is still lost; writes the reason to
                                      * stderr */
-/* Asks the broker for one step of a landing: "begin", "move", "cancel", or "stay" (on the present
- * device). Returns CUDA_ERROR_DEVICE_UNAVAILABLE if the broker refuses. Returns
+/* Asks the broker for one step of a landing: "begin", "move", "cancel", or "stay" (the process
+ * keeps its present devices). Returns CUDA_ERROR_DEVICE_UNAVAILABLE if the broker refuses. Returns
  * CUDA_ERROR_NOT_READY if the lease is about to end; the caller must then check the devices again.
  * ``why``, if it is not NULL, gets the broker's sentence for people, or "". */
 #define SENTENCE_BYTES 512
@@ -338,9 +346,9 @@ void broker_home(void); /* asks the broker to write to the page the devices that
 /* ---- a broker that has died (revive.c) */
 
 void revive_remember(void);
-/* Starts the user's own broker if it has died. Only one thread does so at a time. Returns the total
- * time in nanoseconds that a call may wait while no broker listens; 0 if the last attempts to start
- * a broker have failed. */
+/* Starts the user's own broker if it has died. Only one thread does so at a time. Returns for how
+ * many nanoseconds in total a call may wait while no broker listens; 0 if the last attempts to
+ * start a broker have failed. */
 uint64_t revive(const char *socket);
 
 #pragma GCC visibility pop

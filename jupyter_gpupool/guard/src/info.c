@@ -28,7 +28,8 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
         }
     }
     if (guard_page && !guard_has_context()) {
-        /* Without a context the driver returns an error, for which it needs no lease. */
+        /* Without a context the driver can only return an error. The driver needs no lease for
+         * this. */
         CUresult error = guard_enter_free();
         if (error)
             return error;
@@ -45,7 +46,7 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
         return REAL(cuMemGetInfo_v2)(available, total);
     pools_settle(h.ordinal);
     page_lock();
-    page_reap(); /* the memory of the session's dead processes is free */
+    page_reap(); /* free the slots of the session's dead processes, because their memory is free */
     page_unlock();
     CUresult result = REAL(cuMemGetInfo_v2)(&real_free, &real_total);
     if (result)
@@ -59,10 +60,11 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
     return CUDA_SUCCESS;
 }
 
-/* PyTorch's expandable segments reserve addresses for 9/8 of the first result of cuDeviceTotalMem.
- * If the slice grows, a block larger than this range ends the process by SIGSEGV (alloc_block of
- * its allocator; seen with 2.6 and 2.11). So a process with that setting gets the total of the
- * device, because no other figure stays constant. */
+/* With expandable segments, PyTorch reserves a range of addresses that is 9/8 of the first result
+ * of cuDeviceTotalMem. If the slice then grows and the program asks for a block larger than this
+ * range, the process ends with SIGSEGV (in PyTorch's alloc_block; seen with PyTorch 2.6 and 2.11).
+ * So a process with this setting gets the total of the device, the only figure that never
+ * changes. */
 static bool keeps_the_total(void)
 {
     static const char *const names[] = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"};

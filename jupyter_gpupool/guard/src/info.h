@@ -24,11 +24,10 @@ struct slice_memory {
  * total: the larger of limit and grant, and at most the device's total. The grant is larger only if
  * somebody has lowered the limit since the grant.
  *
- * available: the unused bytes of the grant, which the broker keeps for the session, and the bytes
- * up to the limit that are free on the device. But some of these free bytes may be guaranteed to a
- * neighbour that does not use them yet. So beyond the grant, `available` has at most the number of
- * bytes in page->room, which the broker computes. A framework that chooses its size by `available`
- * really gets these bytes.
+ * available: the unused bytes of the grant, plus the bytes by which the grant can grow. The broker
+ * keeps the bytes of the grant for the session. The grant can grow up to the limit, but only by
+ * bytes that are free on the device and not guaranteed to a neighbour. The broker computes this
+ * growth in page->room. A framework that chooses its size by `available` really gets these bytes.
  *
  * real_free, real_total: the driver's figures; UINT64_MAX if the guard cannot ask the driver. */
 static inline bool slice_memory(const struct page *page, int ordinal, uint64_t real_free, uint64_t real_total,
@@ -44,7 +43,8 @@ static inline bool slice_memory(const struct page *page, int ordinal, uint64_t r
         const struct page_slot *slot = &page->slot[i];
         if (__atomic_load_n(&slot->state, __ATOMIC_ACQUIRE) != SLOT_LIVE)
             continue;
-        /* A process that was killed leaves its slot in use until another process frees it. */
+        /* A killed process leaves its slot in use until another process frees it. Do not count the
+         * bytes of such a slot. */
         uint64_t bytes = __atomic_load_n(&slot->used[ordinal], __ATOMIC_RELAXED);
         if (bytes && kill((pid_t)slot->pid, 0) && errno == ESRCH)
             continue;

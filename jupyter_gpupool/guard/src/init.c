@@ -17,7 +17,8 @@
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool chosen;
-/* For each of the `seen` devices of this process: the session's ordinal. */
+/* `seen`: how many devices this process sees. `ordinal_of`: the session's ordinal of each of
+ * them. */
 static int seen, ordinal_of[PAGE_DEVICES];
 
 #define ENDS (-1)      /* the entry names no device and ends the list, as in the driver */
@@ -40,11 +41,13 @@ static int by_text(const char *text, size_t length, const char *home)
     for (int i = 0; i < (int)guard_page->devices; i++)
         if (!strncasecmp(text, guard_page->uuid[i], length) && length < PAGE_UUID) {
             if (found >= 0)
-                return ENDS; /* two UUIDs begin like this: CUDA treats the entry as no device */
+                return ENDS; /* two UUIDs begin with `text`: CUDA then takes the entry for no
+                              * device */
             found = i;
         }
-    /* `text` may be the UUID of a home device, which the program has read before the lease. Entry i
-     * of the list `home` stands for device i of the slice. */
+    /* The program may have read the UUIDs of the home devices before the session had a lease. So
+     * `text` may be one of them. `home` is the list of these UUIDs, and its entry i stands for
+     * device i of the slice. */
     for (int i = 0; found < 0 && home && *home && i < (int)guard_page->devices; i++) {
         size_t n = strcspn(home, ",");
         if (n == length && !strncasecmp(text, home, n))
@@ -117,8 +120,8 @@ static void choose_visible(void)
     list[length] = 0;
     setenv(VISIBLE, length ? list : "-1", 1);
     if (all)
-        /* Programs that this process starts read this variable, and also get the session's
-         * devices. */
+        /* A program that this process starts finds the same list in CUDA_VISIBLE_DEVICES and
+         * GPUPOOL_VISIBLE. So it sees all devices of the session, too. */
         setenv("GPUPOOL_VISIBLE", list, 1);
     guard_follow(false);
 }
@@ -129,7 +132,8 @@ CUresult wrap_cuInit(unsigned flags)
     if (error)
         return error;
     if (guard_blocked())
-        /* cuInit has succeeded before: the driver blocks only in a process that has called it. */
+        /* cuInit has succeeded before, because the driver blocks calls only in a process that has
+         * called cuInit. */
         return CUDA_SUCCESS;
     if (guard_page) {
         /* Set the flag before this process reads the home devices. Once the broker has seen the
@@ -137,10 +141,9 @@ CUresult wrap_cuInit(unsigned flags)
         struct page_slot *slot = guard_slot();
         if (slot)
             __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_SEQ_CST);
-        /* cuInit binds a process to the devices that the process sees during cuInit. So if the
-         * session has no lease, ask the broker for the devices on which the session would get a
-         * slice now. Without this question, the page could still name the devices that were chosen
-         * at the kernel's start. */
+        /* cuInit binds a process to the devices that the process sees during cuInit. If the session
+         * has no lease, the page may still name the devices that were chosen at the kernel's start.
+         * So ask the broker to write the devices on which the session would get a slice now. */
         if (!__atomic_load_n(&chosen, __ATOMIC_ACQUIRE) && !gate_lets(false))
             broker_home();
         pthread_mutex_lock(&lock);
@@ -159,8 +162,8 @@ CUresult wrap_cuInit(unsigned flags)
     return error;
 }
 
-/* The texts of errors if there is no driver. Only two codes have texts: success, and the error that
- * every call returns without a driver. */
+/* Returns the text of an error on a machine without a driver. Every call then returns
+ * CUDA_ERROR_NO_DEVICE, so only this code and success have a text. */
 static CUresult words(CUresult error, const char **out, const char *of_none, const char *of_success)
 {
     if (!out)

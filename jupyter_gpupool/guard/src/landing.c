@@ -92,8 +92,8 @@ enum landing_kept landing_over(void)
     while (kept.count) {
         CUdevice device = kept.device[--kept.count];
         uint64_t argument[LATER_ARGUMENTS] = {(uint64_t)device};
-        /* This function runs inside a counted call. So if the gate is open now, no suspend begins
-         * before the call has ended. */
+        /* This function runs inside a counted call. If the gate is open now, a suspend waits for
+         * this call, so the driver can release the context now. */
         if (gate_lets(false) || !later_note(E_cuDevicePrimaryCtxRelease_v2, argument))
             REAL(cuDevicePrimaryCtxRelease_v2)(device);
         else
@@ -102,7 +102,7 @@ enum landing_kept landing_over(void)
     return found;
 }
 
-/* Make a context on each device that this process sees in place of a device of the slice. */
+/* Make a context on each device that this process sees and that does not belong to the slice. */
 static CUresult take_contexts(void)
 {
     CUcontext context;
@@ -169,14 +169,15 @@ static CUresult land(void)
     gate_step_out();
     error = broker_land("move", NULL);
     if (error == CUDA_ERROR_SYSTEM_NOT_READY) {
-        /* The wait was interrupted while no broker ran, so this process does not know which device
-         * it is on. All its calls wait until the next broker writes the device to the slot. */
+        /* An interrupt ended the wait while no broker ran. So this process does not know which
+         * device it is on now. All its calls wait until the next broker has written the device to
+         * the slot. */
         gate_step_back();
         kept.count = 0;
         return error;
     }
-    /* After a refusal the broker suspends no process of the session until the contexts are
-     * released. */
+    /* If the broker has refused the move, it suspends no process of the session until this thread
+     * has released the contexts. */
     set(error ? LANDING_BEGUN : LANDING_NONE);
     gate_point();
     if (error) {

@@ -17,8 +17,8 @@
 #include <sys/mman.h>
 
 #define CHUNK_BYTES 65536
-#define ENOUGH 200 /* how often this thread checks whether another thread has finished, before it
-                    * sleeps */
+#define ENOUGH 200 /* number of quick checks whether another thread has made the noted calls. After
+                    * them this thread sleeps */
 
 struct noted {
     uint32_t entry;
@@ -32,7 +32,7 @@ struct chunk {
     struct noted call[(CHUNK_BYTES - 16) / sizeof(struct noted)];
 };
 
-/* This block is empty in a child of fork(), because the child has nothing on the device. */
+/* In a child of fork() this block is zero again, because the child has nothing on the device. */
 struct later {
     uint32_t lock;
     uint32_t running; /* a thread makes the noted calls */
@@ -45,7 +45,8 @@ static struct later *later(void) { return own_block(&the_later, sizeof(struct la
 
 #define ROOM (sizeof((struct chunk *)0)->call / sizeof(struct noted))
 
-/* These calls destroy a context. The guard must not make the context current for the call. */
+/* Whether the call destroys a context. For such a call, the guard must not make that context
+ * current first. */
 static bool ends_context(uint32_t entry)
 {
     return entry == E_cuCtxDestroy_v2 || entry == E_cuCtxDetach || entry == E_cuGreenCtxDestroy ||
@@ -86,7 +87,7 @@ bool later_note(uint32_t entry, const uint64_t *argument)
     return noted;
 }
 
-/* Whether this thread may make the noted calls: some are left, and no other thread makes them.
+/* Whether this thread must make the noted calls: some are left, and no other thread is making them.
  * *left: whether some are left. */
 static bool begin(struct later *l, bool *left)
 {
@@ -154,7 +155,8 @@ bool later_do(void)
         return true;
     if (!begin(l, &left))
         return !left;
-    /* A noted call of another thread must not break a capture of this thread. */
+    /* This thread may be capturing a graph in a mode that forbids some of the noted calls. Change
+     * the mode for a moment, so that these calls do not break the capture. */
     int mode = RELAXED;
     bool exchanged = guard_has(E_cuThreadExchangeStreamCaptureMode) &&
                      !CALL(exchange, cuThreadExchangeStreamCaptureMode)(&mode);

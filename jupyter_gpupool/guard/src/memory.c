@@ -63,9 +63,9 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
     return keep(result, &own, REAL(cuMemFree_v2));
 }
 
-/* The driver chooses the pitch: the width rounded up to the alignment of rows, or more. The guard
- * learns the pitch only after the call. It then charges the bytes beyond its estimate. If these
- * bytes do not fit, it undoes the allocation. */
+/* The driver chooses the pitch (the bytes from one row to the next): the width rounded up to the
+ * alignment of rows, or more. The guard learns the pitch only after the call. It then charges the
+ * bytes beyond its estimate. If these bytes do not fit in the grant, it undoes the allocation. */
 CUresult wrap_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
 {
     ENTER;
@@ -122,7 +122,7 @@ CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
     return keep(result, &own, REAL(cuMemFree_v2));
 }
 
-/* ---- frees: if an address is not in the table, the guard only passes the call on */
+/* ---- frees: if an address is not in the table, the guard passes the call on and counts nothing */
 
 static bool take_address(uint64_t address, struct own *own)
 {
@@ -132,7 +132,7 @@ static bool take_address(uint64_t address, struct own *own)
 }
 
 /* The same as take_address, for a stream-ordered free. The memory usually comes from a
- * stream-ordered allocation, so look for such an entry first. */
+ * stream-ordered allocation, so look for an entry of kind OWN_POOLED first. */
 static bool take_ordered(uint64_t address, struct own *own)
 {
     return (table_seen(OWN_POOLED) && table_take(OWN_POOLED, address, own)) || take_address(address, own);

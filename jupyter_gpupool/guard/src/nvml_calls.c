@@ -18,16 +18,16 @@
 #include <unistd.h>
 
 /* The word in which this process counts its NVML call; NULL: no call is counted. Only the main
- * thread writes it, so the guard stores 1 or 0 instead of adding. If a longjmp left a call, an
- * added 1 would stay in the count until the process ends. */
+ * thread writes it, so the guard stores 1 or 0 instead of adding. Otherwise, after a longjmp out of
+ * a call, an added 1 would stay in the count until the process ends. */
 static uint32_t *counted;
 
 /* Low half: the pid of the process at its first use of CUDA or NVML. High half: 1 + the lease's
  * epoch if the session was suspended at that moment, otherwise 0. */
 static uint64_t began;
 
-/* The broker removes the lease from the page when the driver has suspended the processes. It writes
- * the next lease before it opens the gate. */
+/* Whether the session is suspended. When the driver has suspended the processes, the broker removes
+ * the lease from the page. It writes the next lease before it opens the gate. */
 static bool suspended(const struct page *page)
 {
     return !page_has_lease(page) && __atomic_load_n(&page->gate, __ATOMIC_SEQ_CST) == GATE_CLOSED;
@@ -37,9 +37,9 @@ void nvml_calls_began(const struct page *page)
 {
     uint64_t before = __atomic_load_n(&began, __ATOMIC_ACQUIRE), now = (uint32_t)getpid();
     if ((uint32_t)before != now) {
-        /* In the child of a fork() `began` still has the parent's value. If the driver had
-         * suspended the parent, the child has inherited the driver's locks, and counts as
-         * suspended, too. */
+        /* In the child of a fork(), `began` still has the parent's value. If the driver had
+         * suspended the parent, the child has inherited the locked state of the driver. So the
+         * child counts as suspended, too. */
         uint32_t epoch = page ? (uint32_t)page->epoch + 1 : 0;
         if (page && suspended(page) && (!before || before >> 32 == epoch))
             now |= (uint64_t)epoch << 32;
@@ -49,11 +49,11 @@ void nvml_calls_began(const struct page *page)
     __atomic_compare_exchange_n(&began, &before, now, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
-/* Whether the driver answers this process although its session is suspended. The driver can suspend
- * only a process that has called CUDA or NVML. So if the process's first call came after the
- * suspend, the driver has not suspended the process. The epoch proves that there was no later
- * suspend. An admin's pause also suspends processes without a context; LANDING_ASIDE shows such a
- * pause. */
+/* Whether the driver answers the NVML calls of this process, although its session is suspended. The
+ * driver can suspend only a process that has called CUDA or NVML. So if the process's first call
+ * came after the suspend, the driver has not suspended the process. The epoch proves that there was
+ * no later suspend. An admin's pause also suspends processes without a context; LANDING_ASIDE shows
+ * such a pause. */
 static bool spared(const struct page *page)
 {
     uint64_t word = __atomic_load_n(&began, __ATOMIC_ACQUIRE);
@@ -104,8 +104,9 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
     if (!guard_page || !slot)
         return NVML_CALL_PASSES;
     for (;;) {
-        /* This is a full barrier before the load of the gate. The broker closes the gate before it
-         * reads the count. */
+        /* The exchange is a full barrier: this thread counts its call before it loads the gate. The
+         * broker closes the gate before it reads the count. So the broker sees the call, or this
+         * thread sees the closed gate. */
         __atomic_exchange_n(&slot->nvml, 1, __ATOMIC_SEQ_CST);
         if (!suspends()) {
             counted = &slot->nvml;
@@ -121,7 +122,8 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
 
 EXPORTED void gpupool_nvml_leave(void)
 {
-    if (counted) /* it is NULL in the child if another thread calls fork() during this call */
+    if (counted) /* it is NULL at the end of a thread without a counted call, and in the child of a
+                  * fork() during the call */
         __atomic_store_n(counted, 0, __ATOMIC_SEQ_CST);
     counted = NULL;
 }

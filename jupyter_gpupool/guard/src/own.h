@@ -18,11 +18,13 @@
  * memory. */
 void *own_map(size_t size);
 
-/* Returns the block to which `where` points. The first call makes the block. */
+/* Returns the block at *where. The first call makes a block of `size` bytes and stores its address
+ * in *where. */
 void *own_block(void **where, size_t size);
 
-/* A lock in such memory: 0 free, 1 held, 2 held while other threads wait for it. A thread holds it
- * for a few instructions or a short call of the driver, never while it waits for the broker. */
+/* A lock in memory from own_map(). 0: free; 1: held; 2: held, and other threads wait for it. A
+ * thread holds it for a few instructions or a short call of the driver, never while it waits for
+ * the broker. */
 void own_lock(uint32_t *lock);
 void own_unlock(uint32_t *lock);
 

@@ -34,7 +34,8 @@ struct page *guard_page;
 struct page_slot *guard_the_slot;
 __thread bool guard_slot_user, guard_first;
 
-static struct page_slot leftover; /* used as the slot after this process has given its slot back */
+static struct page_slot leftover; /* takes the place of the slot after this process has given its
+                                   * slot back */
 static uint32_t users;            /* number of threads that have used the slot, and may write to it
                                    * at any time */
 static uint32_t has_first;        /* 1: one living thread of the process owns the word ``first`` */
@@ -43,9 +44,9 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t me; /* this process: pid | low half of the start time << 32, as in page->lock */
 
-/* Field 22 of /proc/<pid>/stat, in ticks since boot. 0: no such process, or a zombie. UNKNOWN: this
- * process cannot read the file now (it may have no descriptor left), so the other process may be
- * alive. */
+/* start_time() returns field 22 of /proc/<pid>/stat: when the process started, in ticks since boot.
+ * 0: the process does not exist, or is a zombie. UNKNOWN: the calling process cannot read the file
+ * now, perhaps because it has no descriptor left. The other process may then be alive. */
 #define UNKNOWN UINT64_MAX
 
 #define LOOK_NS 10000000 /* page_deaths() returns true once in this time, or at once if kill() shows
@@ -64,7 +65,8 @@ static uint64_t start_time(uint32_t pid)
     if (n <= 0)
         return !n || error == ESRCH ? 0 : UNKNOWN;
     text[n] = 0;
-    /* The process's name comes before this field, and may contain any character. */
+    /* The process's name is in brackets before the other fields, and may itself contain brackets.
+     * So look for the last bracket. */
     char *at = strrchr(text, ')');
     if (!at || at[1] != ' ' || !at[2])
         return 0;
@@ -149,9 +151,10 @@ void page_reap(void)
     }
 }
 
-/* Whether to check all processes in /proc, which takes about 20 us for each process. kill(pid, 0)
- * takes a hundredth of this time, so it runs at every call. But kill succeeds for a zombie, which
- * only the check in /proc detects. */
+/* Whether to call page_reap(), which reads /proc and takes about 20 us for each process. A check
+ * with kill(pid, 0) takes a hundredth of this time, so this function makes it in every call. But
+ * kill() succeeds for a zombie, which only page_reap() can find. So the function also returns true
+ * once in LOOK_NS. */
 bool page_deaths(void)
 {
     static uint64_t looked;
@@ -247,8 +250,8 @@ void guard_pin(uint32_t pins)
 }
 
 /* Called at the end of the process, to give its slot back. (If a process is killed, another process
- * frees its slot.) This function takes no lock, for two reasons: no other process writes to the
- * slot, and a process that holds the lock may be stopped. */
+ * frees its slot.) This function needs no lock, because no other process writes to the slot. It
+ * must not wait for the lock, because the process that holds the lock may be stopped. */
 __attribute__((destructor)) static void give_back(void)
 {
     struct page_slot *s = guard_slot();
@@ -269,7 +272,8 @@ __attribute__((destructor)) static void give_back(void)
 
 /* ---- the file */
 
-/* Write one line for each new reason, even if many calls fail for this reason. */
+/* Write the reason to stderr if it differs from the last reason. So many calls that fail for one
+ * reason write only one line. */
 static enum page_state refuse(const char *why)
 {
     static const char *shown;
@@ -304,8 +308,8 @@ void page_passed(int fd)
         close(before);
 }
 
-/* Open the page. If the file was deleted, the broker puts a link to its own descriptor, in /proc,
- * at the path. So follow only a link that leads to /proc. */
+/* Open the page. If the file was deleted, the broker puts a link at its path. The link leads to the
+ * descriptor of the broker in /proc. So follow only a link that leads to /proc. */
 static int open_page(const char *path, bool *link)
 {
     char to[64];
@@ -353,8 +357,9 @@ static const char *map(const char *path, bool *lost)
         close(fd);
         return "and the guard are from different versions of jupyter_gpupool. Restart the kernel";
     }
-    /* If the broker now uses that descriptor's number for another file, the link may lead to the
-     * page of another session. This process must not use the gate and the accounts of that page. */
+    /* The link contains the number of the broker's descriptor. If the broker now uses this number
+     * for another file, the link may lead to the page of another session. This process must not use
+     * the gate and the accounts of that page. */
     if (session && strncmp(page->session, session, sizeof page->session - 1)) {
         munmap(page, sizeof *page);
         close(fd);
@@ -381,8 +386,8 @@ static enum page_state find_page(void)
                                 * same time */
     if (!guard_page) {
         if (!remembered)
-            broker_remember(); /* do this only once, because another thread may be asking the broker
-                                * and read these values */
+            broker_remember(); /* only once: another thread may read the stored values later, while
+                                * it asks the broker */
         remembered = true;
         why = map(path, &lost);
         if (!why)

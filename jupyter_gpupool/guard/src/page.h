@@ -27,8 +27,8 @@
  * checks. */
 enum page_gate {
     GATE_OPEN = 0,   /* open, and used since the broker's last check */
-    GATE_UNUSED = 1, /* open, and not used since that check. In the first call, the guard changes it
-                      * to GATE_OPEN */
+    GATE_UNUSED = 1, /* open, and not used since the broker's last check. The first call that uses
+                      * the slice changes the value to GATE_OPEN */
     GATE_CLOSED = 2, /* no lease: ask the broker for one and wait */
     GATE_PAUSED = 3, /* a neighbour has its turn: wait at most until pause_until, and do not ask the
                       * broker */
@@ -36,8 +36,8 @@ enum page_gate {
 
 enum page_managed { MANAGED_REFUSE = 0, MANAGED_ALLOW = 1 };
 
-/* Why the session cannot be suspended. The guard sets a bit, and the bit stays set while the
- * process lives. */
+/* The reasons why the session cannot be suspended, as bits of a slot's ``pins``. The guard sets a
+ * bit, and the bit stays set while the process lives. */
 enum page_pins {
     PIN_MANAGED = 1,  /* managed memory */
     PIN_IPC = 2,      /* an exported or imported allocation, event or pool */
@@ -52,14 +52,15 @@ enum slot_flags {
     SLOT_CONTEXT = 2, /* the process has had a context: the driver can suspend it */
 };
 
-/* ``sees`` of a slot: page_name() of the device that the process sees as the session's device i, or
- * one of these two values. */
+/* ``sees[i]`` of a slot says which device the process sees as the session's device i. It is
+ * page_name() of this device, or one of these two values. */
 #define SEES_NONE 0ull   /* the process has not called cuInit, or does not see this device */
-#define SEES_SLICE 1ull  /* the device of the slice, even after a move: the process has state, which
+#define SEES_SLICE 1ull  /* the device of the slice, even after a move: the process has contexts and
                           * moves with the session */
 
-/* ``landing`` of a slot: the step of a process that moves from its devices at cuInit to the devices
- * of the slice (landing.c). While the process moves, none of its calls reaches the driver. */
+/* ``landing`` of a slot: how far the process has moved from the devices that it saw at cuInit to
+ * the devices of the slice (landing.c). During the move, none of its calls reaches the driver. The
+ * guard or the broker writes a value, as its comment says. */
 enum slot_landing {
     LANDING_NONE = 0,    /* no landing, or the landing has ended */
     LANDING_BEGUN = 1,   /* the process may have contexts on devices where the session has no
@@ -76,8 +77,8 @@ struct page_slot {
     uint32_t pid;
     uint64_t start_time; /* field 22 of /proc/<pid>/stat; together with the pid it identifies the
                           * process */
-    uint32_t inflight;   /* calls inside the driver that must return before a suspend; the call that
-                          * ``first`` counts is not included */
+    uint32_t inflight;   /* number of calls inside the driver, without the call that ``first``
+                          * counts. A suspend waits for them */
     uint32_t waiting;    /* threads that wait at the gate */
     uint32_t flags;
     uint32_t pins;
@@ -85,8 +86,8 @@ struct page_slot {
     uint64_t context[PAGE_DEVICES]; /* the part of these bytes that was charged for contexts */
     uint32_t captures;              /* streams that record a graph: a suspend must not interrupt a
                                      * recording */
-    uint32_t first;                 /* 1: the thread that owns this word has a call inside the
-                                     * driver. One thread of the process owns it */
+    uint32_t first;                 /* only one thread of the process uses this word. 1: this thread
+                                     * has a call inside the driver */
     uint64_t sees[PAGE_DEVICES];
     uint64_t landing;
     uint32_t nvml; /* NVML calls of the process's main thread: a suspend waits for them, but they do
@@ -107,7 +108,8 @@ struct page {
     uint64_t epoch;
     uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; after this time a paused gate counts as
                                      * open */
-    uint64_t limit;                 /* the most bytes per device to which the grant may grow */
+    uint64_t limit;                 /* the size in bytes to which the grant on each device may
+                                     * grow */
     uint64_t context_bytes;         /* bytes charged for the first context of a process on a device */
     uint64_t lock;                  /* guard: the process that may change slots now: pid |
                                      * start_time << 32; 0: free */
@@ -119,8 +121,8 @@ struct page {
     char session[64];
     /* The number of bytes by which the grant could grow now, plus 1; 0: unknown. */
     uint64_t room[PAGE_DEVICES];
-    /* The broker has refused to let the grant grow to this total number of bytes, and nothing has
-     * changed since then. 0: there was no such refusal, so ask the broker. The broker sets the word
+    /* The smallest size of the grant that the broker has refused, in bytes. A process does not ask
+     * for this size or more. 0: the broker has refused nothing, so ask it. The broker sets the word
      * to 0 before it acts on any change. After vain_until the word is no longer valid. */
     uint64_t vain[PAGE_DEVICES];
     uint64_t vain_until; /* CLOCK_MONOTONIC, ns */

@@ -42,8 +42,8 @@ PINS(PIN_IPC, cuMemPoolImportFromShareableHandle,
 PINS(PIN_IPC, cuMemPoolExportPointer, (void *out, CUdeviceptr address), (out, address))
 PINS(PIN_IPC, cuMemPoolImportPointer, (CUdeviceptr *out, CUmemoryPool pool, void *data), (out, pool, data))
 
-/* This call exports device memory as a file descriptor for network and storage devices, which the
- * driver cannot suspend. */
+/* This call exports device memory as a file descriptor, for network and storage devices. The driver
+ * cannot suspend such memory. */
 PINS(PIN_IPC, cuMemGetHandleForAddressRange,
      (void *handle, CUdeviceptr address, size_t bytes, int type, unsigned long long flags),
      (handle, address, bytes, type, flags))

@@ -9,8 +9,8 @@
 
 enum { ALLOC_TYPE_MANAGED = 2 };
 
-/* If the program allocates this many bytes and the guard expects no growth of the reserve, the
- * guard asks the driver for the reserve's size. */
+/* If the program has allocated this many bytes from a reserve since the guard last asked the driver
+ * for the reserve's size, the guard asks again. It does so even if it expects no growth. */
 #define UNSEEN (64 * MIB)
 
 /* Enter a pool that this process did not create. The guard counts the pool only if it is the
@@ -85,8 +85,8 @@ static CUresult driver_free(const struct request *q)
 }
 
 /* Finds the pool, and computes the bytes by which the allocation makes the pool grow. Also adds the
- * allocation to the pool's bytes in use, so that no other thread plans with the same idle bytes.
- * `look`: whether to ask the driver for the pool's size after the allocation. */
+ * allocation to `live`, so that no other thread plans to use the same idle bytes. `look`: whether
+ * to ask the driver for the pool's size after the allocation. */
 static struct reserve *plan(struct reserves *all, CUmemoryPool pool, struct here h, uint64_t extent, uint64_t *growth,
                             bool *look)
 {
@@ -124,8 +124,7 @@ static CUresult allocate(const struct request *q)
     CUmemoryPool pool = NULL;
     uint64_t extent, growth = 0;
     bool look = false;
-    /* No pool is larger than UINT64_MAX / 4, and larger figures could make the sums below
-     * overflow. */
+    /* Limit the size, so that the sums below do not overflow. No pool is larger than this limit. */
     extent = q->bytes > UINT64_MAX / 4 ? UINT64_MAX / 4 : q->bytes;
     extent = (extent + 511) / 512 * 512;
     if (h.ordinal >= 0 && q->out && q->bytes && all && !capturing(q->stream, q->per_thread))
@@ -226,7 +225,8 @@ CUresult wrap_cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
     return result;
 }
 
-/* The default pool of managed memory already exists, so the guard refuses the query for it. */
+/* Whether to refuse the query for a pool. The driver has made the default pool of managed memory
+ * itself. So the guard cannot refuse to create this pool: it refuses the query. */
 static bool managed_refused(int type)
 {
     if (!guard_page || !guard_initialised() || type != ALLOC_TYPE_MANAGED)

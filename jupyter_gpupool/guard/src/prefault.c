@@ -37,8 +37,8 @@
 #define LEAST (32ul << 20) /* smaller mappings would gain too little time */
 #define HUGE (2ul << 20)
 #define STEP (16ul << 20)
-/* In bytes per ns. If a thread populates huge pages more slowly than this, small pages are as fast.
- * The kernel makes and zeroes a small page in 2 to 4 us. */
+/* A speed in bytes per ns. If a thread populates huge pages more slowly, small pages are as fast:
+ * the kernel makes and zeroes a small page (4 KiB) in 2 to 4 us. */
 #define SLOWEST 1u
 #define THREADS 8
 #define STACK (256ul << 10)
@@ -51,8 +51,8 @@ static void *map_plainly(void *at, size_t bytes, int prot, int flags, int fd, of
     return (void *)syscall(SYS_mmap, at, bytes, prot, flags, fd, offset);
 }
 
-/* The processor time of this thread. The elapsed time would be too long on a busy machine, where
- * the thread waits for a processor. */
+/* The processor time of this thread. On a busy machine the elapsed time would also contain the time
+ * in which the thread waits for a processor. */
 static uint64_t worked_ns(void)
 {
     struct timespec t;
@@ -108,7 +108,8 @@ static void populate(char *begin, size_t bytes)
     bool threads = !pthread_attr_init(&attributes);
     if (threads)
         threads = !pthread_attr_setstacksize(&attributes, STACK);
-    sigfillset(&all); /* the new threads block all signals, so the program's threads get them */
+    sigfillset(&all); /* the new threads inherit this mask, so only the program's threads get
+                       * signals */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     char *end = begin + bytes;
     for (unsigned i = 0; i < count; i++) {

@@ -38,7 +38,7 @@ void procaddr_ready(void)
     qsort(by_address, E_COUNT, sizeof *by_address, order);
 }
 
-/* The entry that the driver exports at `address`; -1: none. */
+/* The index of the entry whose function the driver exports at `address`; -1: no entry matches. */
 static int find_address(const void *address)
 {
     int low = 0, high = E_COUNT;
@@ -52,10 +52,10 @@ static int find_address(const void *address)
     return low < E_COUNT && exported[by_address[low]] == address ? by_address[low] : -1;
 }
 
-/* Returns an entry point for a function of a later driver, which the guard does not know. A call of
- * this entry point waits at the gate, and is not counted. Returns NULL if all 256 spares are in
- * use. The guard does not return the driver's function, because a call without the gate would crash
- * the process at a suspend. */
+/* Returns a spare entry point for a function that entries.txt does not list, because the driver is
+ * newer. A call of this entry point waits at the gate, but is not counted. Returns NULL if all 256
+ * spares are in use. The guard does not return the driver's function, because a call without the
+ * gate would crash the process at a suspend. */
 static void *spare_for(void *address)
 {
     void *found = NULL;
@@ -72,9 +72,9 @@ static void *spare_for(void *address)
     return found;
 }
 
-/* Store `address` as the driver's function of `entry`. (The address that the driver returns may
- * differ from the address that it exports.) Returns false if an earlier answer of the driver gave
- * the entry yet another address. */
+/* Store `address` as the driver's function of `entry`. It is an answer of the driver's
+ * cuGetProcAddress, and may differ from the address that the driver exports. Returns false if an
+ * earlier answer has already set another address. */
 static bool adopt(int entry, void *address)
 {
     bool good;
@@ -146,7 +146,8 @@ static CUresult get(int asked, bool five, const char *name, void **out, int vers
     void *address = *out;
     if (is_ours(address))
         return CUDA_SUCCESS;
-    /* The driver has no forms of calls that are newer than its own version. */
+    /* The driver has no form of a call that is newer than the driver. So `version` need not be
+     * higher than the version of the driver. */
     if ((unsigned)version > guard_driver_version)
         version = (int)guard_driver_version;
     int entry = guard_find(name, version, flags & PROC_PER_THREAD_STREAM);
@@ -155,8 +156,8 @@ static CUresult get(int asked, bool five, const char *name, void **out, int vers
         if (other >= 0) {
             entry = other;
         } else if ((unsigned)version > KNOWN_VERSION) {
-            /* This may be a form of the call that is newer than entries.txt and has other
-             * arguments. */
+            /* The driver may have returned a newer form of the call, with other arguments than the
+             * form in entries.txt. So check whether KNOWN_VERSION gives the same address. */
             void *known = NULL;
             if (ask(asked, five, name, &known, KNOWN_VERSION, flags, NULL) || known != address)
                 entry = -1;

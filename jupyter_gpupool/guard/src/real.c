@@ -34,7 +34,7 @@ static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: no call looks for the pag
 /* CLOCK_MONOTONIC, ns: no call asks the broker for the page before this time, because the broker
  * was away. */
 static uint64_t away_until;
-/* How long calls do not ask the broker after it was away, in ns. The time doubles with each
+/* After the broker was away, no call asks it for this time, in ns. The time doubles with each
  * failure. 0: the broker was not away. */
 static uint64_t away_for;
 
@@ -81,9 +81,9 @@ int guard_find(const char *name, int version, bool per_thread)
     }
     for (int i = low; i < E_COUNT && !compare(name, length, i); i++) {
         unsigned since = entry_table[i].since;
-        /* The forms of a name are sorted by variant, then by version: the answer is the last form
-         * that fits. A caller that asks for the variant with per-thread streams gets the other
-         * variant if the first one does not exist. */
+        /* The usual variant of a name comes before the variant for per-thread streams. Each variant
+         * is sorted by version. The answer is the last form that fits. If a name has no variant for
+         * per-thread streams, a caller that asks for this variant gets the usual one. */
         if (entry_table[i].per_thread && !per_thread)
             break;
         if (entry_table[i].per_thread && found >= 0 && !entry_table[found].per_thread)
@@ -148,8 +148,9 @@ static void load(void)
     pthread_mutex_unlock(&publishing);
 }
 
-/* If there is no driver, every call returns the same error as on a machine without a GPU. Programs
- * can handle that error, and continue without a GPU. */
+/* Load the driver at the first call; return whether it is loaded. If there is no driver, every call
+ * returns the same error as on a machine without a GPU. Programs can handle this error, and
+ * continue without a GPU. */
 static bool loaded(void)
 {
     if (!__atomic_load_n(&guard_unloaded, __ATOMIC_ACQUIRE))
@@ -159,15 +160,15 @@ static bool loaded(void)
     return !__atomic_load_n(&guard_unloaded, __ATOMIC_ACQUIRE);
 }
 
-/* Looks for the page. A refusal is not final, because its cause may soon end: the process may have
- * no descriptor left, or the broker may be away. */
+/* Looks for the page. A refusal is not final, because its cause may be temporary: for example, the
+ * process has no descriptor left, or the broker is away. */
 static enum page_state look(void)
 {
     pthread_mutex_lock(&publishing);
     enum page_state state = PAGE_READY;
     if (!guard_settled) {
-        /* The first copy of the guard has the gate and counts. This second copy only passes calls
-         * on. */
+        /* If the process has loaded another copy of the guard before this one, the other copy has
+         * the gate and counts the calls. This copy then only passes calls on. */
         if (!handed_over && monotonic() < refused_until) {
             state = PAGE_REFUSED;
         } else if (!handed_over) {

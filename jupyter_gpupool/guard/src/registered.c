@@ -10,7 +10,7 @@
 #include "own.h"
 #include "wraps.h"
 
-/* This block is empty in a child of fork(), because the child has registered nothing. */
+/* In a child of fork() this count is zero again, because the child has registered nothing. */
 static void *the_count;
 
 static uint32_t *count(void) { return own_block(&the_count, sizeof(uint32_t)); }

@@ -76,8 +76,8 @@ void reserve_compare(struct reserve *r)
         charge_fact(r->ordinal, now - r->charged);
         r->charged = now;
     } else if (!r->calls) {
-        /* Give back only bytes that are already charged to the page. A thread that charges pending
-         * bytes calls this function again after the charge. */
+        /* Give back only bytes that the page already counts, so not the pending bytes. The thread
+         * that is charging the pending bytes calls this function again afterwards. */
         uint64_t less = r->charged - now, there = r->charged - r->pending;
         less = less < there ? less : there;
         guard_credit(r->ordinal, less);

@@ -33,8 +33,9 @@ struct reserves *reserves(void);
 /* Returns a free place, which the caller fills. */
 struct reserve *reserve_add(struct reserves *all);
 struct reserve *reserve_find(struct reserves *all, CUmemoryPool pool);
-/* Change the charge to the driver's figure. While calls that may grow the reserve are inside the
- * driver, the charge does not shrink, because the driver may reserve these bytes later. */
+/* Change the charge of a reserve to the driver's figure. While a call that may grow the reserve is
+ * inside the driver, the charge does not shrink: the driver may still reserve the bytes that were
+ * charged for this call. */
 void reserve_compare(struct reserve *r);
 
 /* Rounds up to the device's pages of 2 MiB, because a reserve grows in such pages. */

@@ -20,16 +20,17 @@
 #include <time.h>
 #include <unistd.h>
 
-#define AWAY_NS 4500000000ull   /* longest wait if this process cannot start a broker, so that a
+#define AWAY_NS 4500000000ull   /* longest wait of a call if this process cannot start a broker. The
                                  * call fails within 5 s */
 #define START_NS 90000000000ull /* longest wait for a broker that starts: it loads the driver and
                                  * tests every device */
 #define AGAIN_NS 2000000000ull  /* time between two attempts of this process */
 #define ATTEMPTS 3              /* after this many failed starts in a row, calls fail at once */
 
-/* A copy, because another thread may change the environment. */
+/* The shell command that starts a broker, from GPUPOOL_REVIVE. The guard keeps a copy, because
+ * another thread may change the environment. */
 static char command[2048];
-static char copy[1024]; /* path of the copy of the start record, beside the journal: see
+static char copy[1024]; /* path of the start record's copy, which is beside the journal: see
                          * startrecord.py */
 static uint64_t attempt_at; /* when this process may make its next attempt */
 
@@ -105,8 +106,8 @@ static void start(void)
     char *arguments[] = {"/bin/sh", "-c", command, NULL};
     char *environment[] = {"PATH=/usr/local/bin:/usr/bin:/bin", NULL};
     posix_spawnattr_t attributes;
-    /* Without these defaults the shell and the broker would also ignore the signals that this
-     * process ignores. */
+    /* Set the default actions of these signals. Otherwise the shell and the broker would ignore the
+     * signals that this process ignores. */
     static const int usual[] = {SIGINT, SIGQUIT, SIGPIPE, SIGCHLD, SIGHUP, SIGTERM};
     sigset_t none, defaults;
     pid_t child;
@@ -135,8 +136,8 @@ static bool my_turn(void)
                                                     __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
 
-/* Whether a broker could be started although the start record is missing: the record has a copy,
- * and the socket's folder exists or can be made again. */
+/* Called if the start record is missing. Returns whether `command` can still start a broker: the
+ * record has a copy, and the socket's folder exists or can be made again. */
 static bool can_restore(const char *socket)
 {
     char folder[256];

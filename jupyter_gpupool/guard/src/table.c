@@ -39,8 +39,8 @@ void *own_map(size_t size)
     void *p = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED)
         return NULL;
-    /* Needs Linux 4.14. On an older kernel a child sees its parent's entries, and its attempts to
-     * free them fail. */
+    /* MADV_WIPEONFORK needs Linux 4.14. On an older kernel, a child of fork() sees its parent's
+     * entries, and its attempts to free them fail. */
     madvise(p, size, MADV_WIPEONFORK);
     return p;
 }
@@ -88,8 +88,8 @@ static void *the_table;
 
 static struct table *table(void) { return own_block(&the_table, sizeof(struct table)); }
 
-/* Mix all bits before the code uses any: addresses are multiples of 512, and handles are multiples
- * of 16. */
+/* Mix all bits of the key, because its low bits are always zero: addresses are multiples of 512,
+ * and handles are multiples of 16. */
 static uint64_t hash(uint16_t kind, uint64_t key)
 {
     uint64_t h = (key ^ ((uint64_t)kind << 56)) * 0x9e3779b97f4a7c15ull;
@@ -125,7 +125,8 @@ static bool grow(struct stripe *s)
     return true;
 }
 
-/* Remove the entry and close the gap, so that searches need no tombstones. */
+/* Remove the entry, and move later entries into the gap. So a search may end at the first free
+ * place. */
 static void drop(struct stripe *s, struct own *gap)
 {
     uint64_t mask = s->room - 1, hole = (uint64_t)(gap - s->entry), i = hole;

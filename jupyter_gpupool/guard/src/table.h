@@ -11,16 +11,20 @@
 
 #pragma GCC visibility push(hidden)
 
-/* The kind is a part of the key, because a handle may have the same value as an address. */
+/* The kinds of entries, and the meaning of `key`, `owner`, `count` and `extra` in each kind. The
+ * kind is a part of the key, because a handle may have the same value as an address. */
 enum own_kind {
     OWN_DEVICE = 1, /* cuMemAlloc, cuMemAllocPitch; owner: the context's number */
     OWN_MANAGED,    /* cuMemAllocManaged; owner: the context's number */
     OWN_ARRAY,      /* arrays and mipmapped arrays, by handle; owner: the context's number */
     OWN_POOLED,     /* cuMemAllocAsync; owner: address of the pool's account (pools.c) */
-    OWN_BLOCK,      /* physical memory of cuMemCreate, by number; count: handles, extra: maps */
-    OWN_HANDLE,     /* a handle of a block; owner: the block; count: references */
+    OWN_BLOCK,      /* a block of physical memory (cuMemCreate), by its number; count: number of
+                     * handles, extra: number of mappings */
+    OWN_HANDLE,     /* a handle of a block; owner: the block's number, count: number of
+                     * references */
     OWN_MAP,        /* a mapping of a block; owner: the block */
-    OWN_GRAPH,      /* an executable graph with memory nodes, by handle plus ordinal */
+    OWN_GRAPH,      /* an executable graph with memory nodes, by handle plus ordinal: one entry for
+                     * each device */
     OWN_GREEN,      /* a green context, by handle */
     OWN_CAPTURE,    /* a stream that records a graph; owner: the context's number, count: the mode,
                      * extra: the thread */
@@ -37,10 +41,10 @@ struct own {
     int16_t ordinal;
 };
 
-/* Enter `own`. If the table has an older entry with the same key, the guard has missed the free of
- * the older allocation (by the end of its context, or by a call that only the driver saw). The
- * function then moves the older entry to `stale`. If there was no older entry, the kind of `stale`
- * is 0. Returns false if there is no memory, and then enters nothing. */
+/* Enter `own`. If the table has an older entry with the same key, the function moves it to `stale`.
+ * The guard has then missed the free of the older allocation: its context has ended, or only the
+ * driver saw the free. If the table has no older entry, the kind of `stale` is 0. If there is no
+ * memory for the entry, the function enters nothing and returns false. */
 bool table_put(const struct own *own, struct own *stale);
 /* Take an entry out. The caller does this before the driver frees the memory, because another
  * thread may get the same address afterwards. Returns false if the table has no such entry. */

@@ -22,11 +22,13 @@ static struct vmm *vmm(void) { return own_block(&the_vmm, sizeof(struct vmm)); }
 static void put(const struct own *own)
 {
     struct own stale;
-    table_put(own, &stale); /* never stale: only this file changes entries of these kinds */
+    table_put(own, &stale); /* `stale` stays empty: only this file enters these kinds, and it first
+                             * takes out the old entry */
 }
 
-/* Changes a block's counts of handles and mappings; the caller holds the lock. If none is left,
- * returns the block, so that the caller gives its bytes back. */
+/* Adds to a block's counts of handles and mappings; the caller holds the lock. If both counts are
+ * zero afterwards, returns the block, and the caller must give its bytes back. Otherwise returns a
+ * block with ordinal -1. */
 static struct own change(uint64_t number, int handles, int maps)
 {
     struct own block, nothing = {.ordinal = -1};
@@ -179,8 +181,8 @@ static void never(const struct own *own, void *with)
     (void)with;
 }
 
-/* Returns one more handle to the block that is mapped at an address. The address may lie inside a
- * mapping. */
+/* The program gets one more handle to the block that is mapped at the address. The address need not
+ * be the first of the mapping. */
 CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void *address)
 {
     ENTER;
@@ -204,8 +206,8 @@ CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, voi
 }
 
 /* The guard does not count an imported block, because the process that made the block counts it.
- * But if a process imports a block that it has itself exported, the driver may return the old
- * handle. The program must then release this handle once more. */
+ * But a process may import a block that it has exported itself. The driver may then return the old
+ * handle, and the program must release this handle once more. So count another reference. */
 CUresult wrap_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *handle, int type)
 {
     ENTER;

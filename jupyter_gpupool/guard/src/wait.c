@@ -14,8 +14,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#define SHORT_NAPS 1000 /* number of naps of 1 ms, so 1 s. A wait that lasts longer will probably
-                         * last much longer */
+#define SHORT_NAPS 1000 /* the first naps of a wait last 1 ms each, so 1 s together. A longer wait
+                         * will probably last much longer */
 #define LONG_NAP_MS 10
 
 /* ---- the interpreter's lock
@@ -42,11 +42,11 @@ static bool find_python(struct python *py)
     return py->current && py->of_thread && py->save && py->restore;
 }
 
-/* PyGILState_Check() returns true for every thread once the process has had a second interpreter,
- * and up to Python 3.11 the current state may be another thread's. So this function tests that the
- * current state is not NULL and is this thread's. If both are true, this thread has the lock. If
- * the test fails although this thread has the lock, the thread keeps the lock, and the
- * interpreter's other threads also wait. */
+/* Two simpler tests are not enough. PyGILState_Check() returns true for every thread once the
+ * process has had a second interpreter. Up to Python 3.11, the current state may be another
+ * thread's. So this thread has the lock for certain only if the current state is not NULL and is
+ * this thread's. If this test fails although the thread has the lock, the thread keeps the lock,
+ * and the interpreter's other threads also wait. */
 void *interpreter_release(void)
 {
     struct python py;
@@ -74,26 +74,27 @@ bool polite_finalizing(void)
 
 /* ---- interrupts
  *
- * While a thread waits, the guard also counts SIGINT here, before the program's own handler runs.
- * In a process without a handler, the signal ends the process or is ignored, as without the guard.
+ * While a thread waits, the guard's handler for SIGINT counts each interrupt, and then calls the
+ * program's own handler. In a process without a handler, the guard changes nothing: the signal ends
+ * the process or is ignored.
  *
  * A thread that the interpreter does not know is a foreign thread: it belongs to a library. JAX
  * gives such a thread arrays to reuse (donated arguments). If an interrupt makes the thread's call
  * fail, these arrays are lost. If the program gets the interrupt and the call then succeeds, the
- * exception drops the call's result. So, in a process with a context, the guard hides the first
- * interrupt from the program if only foreign threads wait. The second interrupt ends their
- * waits. */
+ * exception drops the call's result. So the guard hides the first interrupt from the program if
+ * only foreign threads wait. The second interrupt ends their waits. The guard does this only in a
+ * process with a context. */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint32_t watching, interrupts;
 static uint32_t forced;        /* number of interrupts that also end the waits of foreign threads */
-static uint32_t foreign, held; /* number of waiting foreign threads; 1: they still wait after an
-                                * interrupt */
+static uint32_t foreign, held; /* `foreign`: number of foreign threads that wait. `held`: 1 if they
+                                * still wait after an interrupt */
 static struct page_slot *held_slot;
 static struct sigaction before;
-static struct sigaction under; /* the handler that ours calls if the program has set another handler
-                                * and that handler calls ours */
-/* Whether our handler is installed. This happens when the first of the present waits begins. */
+static struct sigaction under; /* the program may set a new handler, and the new handler may call
+                                * ours. Our handler then calls this one */
+/* Whether our handler is installed. If several threads wait, the first wait installs it. */
 static bool installed;
 static __thread volatile sig_atomic_t nested;
 
@@ -148,7 +149,8 @@ static bool is_ours(const struct sigaction *action)
 
 /* Whether `action` is the handler that was set before ours. An IPython kernel sets its handler
  * again for each cell, even while a thread of an earlier cell waits. (All handlers of Python look
- * the same to the system.) A different handler may call ours, so install() leaves it in place. */
+ * the same to the system.) install() replaces such a handler with ours again. It leaves a different
+ * handler in place, because that handler may call ours. */
 static bool is_before(const struct sigaction *action)
 {
     return ((action->sa_flags ^ before.sa_flags) & SA_SIGINFO) == 0 &&
@@ -187,9 +189,9 @@ static void watch(bool unknown)
 }
 
 /* Restore the old handler if the present handler is ours. Otherwise the program has set another
- * handler, which may call ours, so leave it. After the next install() our handler may then run
- * twice for one interrupt: from the system, and from the program's handler. In the second run it
- * calls `under`. */
+ * handler. Leave it in place, because it may call ours. After the next install(), our handler may
+ * then run twice for one interrupt: first the system calls it, and then the program's handler. In
+ * the second run, our handler calls `under`. */
 static void put_back(void)
 {
     struct sigaction now;
@@ -240,8 +242,8 @@ void polite_begin(struct polite *p)
     p->forced = __atomic_load_n(&forced, __ATOMIC_SEQ_CST);
     p->naps = 0;
     p->foreign = guard_has_context() && find_python(&py) && !py.of_thread();
-    p->slot = guard_slot(); /* keep the slot in `held_slot`, because another thread may handle an
-                             * interrupt during the wait */
+    p->slot = guard_slot(); /* the handler needs the slot in `held_slot`, because it may run in
+                             * another thread */
     __atomic_store_n(&held_slot, p->slot, __ATOMIC_RELEASE);
     watch(p->foreign);
     if (p->slot)

@@ -29,7 +29,8 @@
 #define LONGEST_NS 5000000000ull
 #define FIRST_NAP_NS 20000u
 #define LAST_NAP_NS 500000u
-#define STREAMS 64u /* if there are more streams, some of them share a count and wait earlier */
+#define STREAMS 64u /* if the program has more streams, some streams share a count, and their
+                     * launches wait earlier */
 
 enum { RELAXED = 2 };
 
@@ -80,7 +81,8 @@ static void wait_for(CUevent event, uint64_t began)
     interpreter_take(thread);
 }
 
-/* Called inside a counted call. If the driver refuses the event, the launch still goes on. */
+/* Waits until the earlier launches of the stream are done: records an event and waits for it.
+ * Called inside a counted call. If the driver refuses the event, the function does not wait. */
 static void drain(CUstream stream, bool per_thread)
 {
     typedef CUresult (*create)(CUevent *, unsigned);
@@ -92,8 +94,8 @@ static void drain(CUstream stream, bool per_thread)
     uint64_t began = monotonic();
     if (CALL(create, cuEventCreate)(&event, EVENT_DISABLE_TIMING))
         return;
-    /* Another thread may begin to record a graph now, in a mode that forbids these calls in all
-     * threads. */
+    /* Another thread may begin to record a graph now, in a mode that forbids the calls below in all
+     * threads. The mode RELAXED allows them in this thread. */
     bool exchanged = guard_has(E_cuThreadExchangeStreamCaptureMode) &&
                      !CALL(exchange, cuThreadExchangeStreamCaptureMode)(&mode);
     record submit = per_thread && guard_has(E_cuEventRecord_ptsz) ? CALL(record, cuEventRecord_ptsz)
@@ -162,8 +164,8 @@ CUresult wrap_cuLaunchKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsign
     LAUNCH(cuLaunchKernel_ptsz, stream, true, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
 }
 
-/* Read the structure that `config` points to only if the guard counts the launch. The driver may
- * refuse a call before it reads the structure. */
+/* Read *config only if the guard counts the launch. The pointer may be invalid, because the driver
+ * may refuse a call before it reads the structure. */
 static CUstream stream_of(const CUlaunchConfig *config)
 {
     return config && contended() ? config->hStream : NULL;

@@ -127,7 +127,7 @@ describe('the commands', () => {
       expect(await commands.execute(CommandIDs.keep, { minutes })).toBe(
         minutes === null
       );
-      // Null means that no number was given, so the setting is used.
+      // If the number is null, the command uses the number in the settings.
       expect(asked).toEqual(
         minutes === null ? ['POST sessions/kernel-a/keep {"seconds":420}'] : []
       );
@@ -250,7 +250,7 @@ describe('the commands', () => {
 
   test('the dialog shows the bounds and sends the size in bytes', async () => {
     services.start('a');
-    // A session on two GPUs may ask for less memory per GPU than a session on one GPU.
+    // On two GPUs, a session may ask for less memory per GPU than on one GPU.
     const two = { ...aSession().request, devices: 2 };
     const most_bytes = 6 * 1024 ** 3;
     FakeSocket.one.snapshot(

@@ -97,8 +97,8 @@ export function anotherSession(more: Partial<IAnySession> = {}): IAnySession {
 type Slices = Pick<IAnySession, 'device' | 'slices'>;
 
 /**
- * Give a session equal slices on all its devices. If the session lists slices, keep
- * them.
+ * Give a session a slice on each of its devices, all of one size. If the session lists
+ * slices already, keep them.
  */
 function withSlices<
   S extends Pick<ISession, 'devices' | 'granted_bytes'> & { used_bytes?: number | null }

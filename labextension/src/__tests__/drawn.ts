@@ -5,7 +5,7 @@ import { act } from '@testing-library/react';
 import { MessageLoop } from '@lumino/messaging';
 
 /**
- * Run `does`, and then the renders that widgets have queued in Lumino's message loop.
+ * Run `does`. Then run the renders that widgets have queued in Lumino's message loop.
  */
 export function drawn(does: () => unknown): void {
   act(() => {

@@ -55,11 +55,12 @@ export class FakeSocket {
   }
 }
 
-/** The page's requests by fetch, as `METHOD path body`. */
+/** The requests that the page has sent with fetch, each as `METHOD path body`. */
 export const asked: string[] = [];
 
 /**
- * The server's next answer. Status 0: the network fails; -1: the server never answers.
+ * The server's next answer. With the status 0, the request fails as on a broken
+ * network. With the status -1, the request never gets an answer.
  */
 export const answer: { status: number; body: unknown } = { status: 200, body: {} };
 
@@ -119,7 +120,7 @@ interface IKernel {
   name: string;
 }
 
-/** Fake services of a server; tests start and end their kernels. */
+/** Fake services of a server. A test starts and ends the kernels. */
 export class FakeServices {
   readonly serverSettings = settings();
   readonly kernelspecs = {
@@ -166,8 +167,7 @@ export class FakeServices {
   }
 
   /**
-   * This fake with the type of the real services, although it has only some of their
-   * members.
+   * This object, with the type of the real services. It has only some of their members.
    */
   get all(): PoolModel.Services {
     return this as unknown as PoolModel.Services;

@@ -11,7 +11,7 @@ import { aPool } from './defaults';
 
 const FOUND: IMachines = { connected: true, left_out: 0, machines: [] };
 
-/** A model whose server answers when the test resolves `answer`. */
+/** A fake model. Its server answers when the test resolves `answer`. */
 class Model {
   readonly changed = new Signal<this, void>(this);
   readonly live = false;

@@ -79,8 +79,8 @@ describe('requests and kernels', () => {
     await jest.advanceTimersByTimeAsync(3_600_000);
     expect(FakeSocket.all).toHaveLength(1);
     expect(FakeSocket.open).toEqual([]);
-    // The websocket closed before it reported the session's end, so one more request
-    // removes the session.
+    // The page closed the websocket before the server reported the session's end. So
+    // the page sends one more request, and removes the session after the answer.
     expect(asked).toEqual(['GET pool']);
     expect(model.session('kernel-a')).toBeNull();
   });
@@ -256,7 +256,7 @@ describe('the clock', () => {
     await live();
     const at = model.now();
     const wall = Date.now();
-    // During sleep the steady clock stops, and only the wall clock continues.
+    // While a computer sleeps, the steady clock stops. Only the wall clock continues.
     const spy = jest.spyOn(Date, 'now').mockReturnValue(wall + 3_600_000);
     expect(model.now() - at).toBeCloseTo(3600, 1);
     spy.mockReturnValue(wall - 3_600_000);
@@ -316,15 +316,15 @@ describe('a broker that is away', () => {
       expect(FakeSocket.open).toEqual([]);
       await jest.advanceTimersByTimeAsync(1);
     }
-    // The page also backs off if it loses its websocket after each snapshot.
+    // A websocket that is lost right after its snapshot counts as a failure, too.
     FakeSocket.one.snapshot();
     FakeSocket.one.drop();
     await jest.advanceTimersByTimeAsync(pause(12, 0.5) - 1);
     expect(FakeSocket.open).toEqual([]);
     await jest.advanceTimersByTimeAsync(1);
     const socket = FakeSocket.one;
-    // After a connection that lasted `LASTING`, the back-off starts from its first
-    // pause.
+    // After a connection that lasted for `LASTING`, the pauses begin with the shortest
+    // one again.
     socket.snapshot();
     await jest.advanceTimersByTimeAsync(LASTING);
     socket.drop();

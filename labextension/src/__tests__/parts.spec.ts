@@ -79,7 +79,7 @@ describe('the idle warning', () => {
 
   test('the warning names document, time, and duration of the resume', async () => {
     await warn();
-    // The text names a time of day, because it does not count down.
+    // The text does not count down, so it names a time of day.
     const at = timeOfDay(trans, localTime(model, 1020), true);
     expect(shown().map(n => [n.type, n.message])).toEqual([
       [
@@ -281,8 +281,8 @@ describe('the list of running kernels', () => {
     socket.delta({ now: 1001, queue_length: 7 });
     await frame();
     expect(changes).toHaveBeenCalledTimes(before);
-    // Changes of other sessions, or of fields that the list hides, do not change the
-    // list.
+    // The list does not change if only other sessions change, or fields that the list
+    // does not show.
     socket.delta({
       now: 1001.5,
       sessions: [

@@ -78,7 +78,8 @@ describe('times', () => {
 
   test('the broker’s times become times of this computer’s clock', () => {
     jest.spyOn(Date, 'now').mockReturnValue(50_000_000);
-    // The two clocks show very different times, but they run at the same speed.
+    // This computer's clock shows 50,000 s, and the broker's clock shows 1,000 s. Both
+    // clocks run at the same speed.
     expect(localTime({ now: () => 1000 }, 1040).getTime()).toBe(50_040_000);
   });
 
@@ -135,8 +136,8 @@ describe('a session', () => {
   test.each([
     [{ leaves_at: NOW + 42 }, 'Idle, back to the pool in 0:42', true],
     [{ leaves_at: NOW }, 'Idle, back to the pool in 0:00', true],
-    // The text still counts down if the suspend is up to 2 s late, because two clocks
-    // may differ and a message takes time.
+    // The text remains a count-down until 2 s after `leaves_at`, because the clocks of
+    // the broker and the page may differ, and a message takes time.
     [{ leaves_at: NOW - 2 }, 'Idle, back to the pool in 0:00', true],
     [{ leaves_at: NOW - 2.1 }, 'Idle on GPU 0, about to leave', false],
     [{ leaves_at: null }, 'Idle on GPU 0', false],

@@ -1,15 +1,15 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Keeps the focus at its place on the page when the focused button disappears. */
+/** Moves the focus to a button nearby when the focused button disappears. */
 import * as React from 'react';
 
 /**
- * Properties for the page's element. An order removes its own button: "Pause…" becomes
- * "Put back…", and the row of a session disappears when the session ends. Without this
- * hook the focus would go to the start of the document. With this hook, the focus goes
- * to the first button of the same list item or row. If there is no such button, it goes
- * to the page's element.
+ * Return `ref` and `onFocus` for the page's element. An order may remove the focused
+ * button: "Pause…" becomes "Put back…", and the row of an ended session disappears. The
+ * browser then moves the focus to the start of the document. This hook moves the focus
+ * to the first button of the same list item or row instead. If that item or row has no
+ * button or is gone, the page's element gets the focus.
  */
 export function useKeptFocus(): {
   readonly ref: React.RefObject<HTMLDivElement>;

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The page for admins of the pool: every session, and orders about it. */
+/** The page for admins of the pool. It shows every session, and gives orders. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ILabShell, ILayoutRestorer } from '@jupyterlab/application';
 import { ICommandPalette, MainAreaWidget, WidgetTracker } from '@jupyterlab/apputils';
@@ -54,7 +54,8 @@ export const adminPlugin: JupyterFrontEndPlugin<void> = {
     });
     let admin = model.view?.admin;
     model.changed.connect(() => {
-      // This signal rebuilds menus and the palette, so do not emit it at every change.
+      // `notifyCommandChanged` rebuilds menus and the palette, so call it only if
+      // `admin` has changed.
       if (model.view?.admin !== admin) {
         admin = model.view?.admin;
         app.commands.notifyCommandChanged(SHOW_ADMIN);

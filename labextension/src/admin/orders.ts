@@ -12,15 +12,18 @@ import type { IDevice, INote, PoolClient } from '../api';
 import type { IRow } from './rows';
 
 /**
- * The most minutes after which an admin can let the pool take a slice back. The broker
- * allows at most 7 days.
+ * The highest number of minutes that the form accepts. The broker allows at most 7
+ * days.
  */
 export const MOST_MINUTES = 7 * 24 * 60;
 
 /** The most characters of a reason. */
 const REASON = 200;
 
-/** The minutes in a field; null for nothing, text, 0, a negative or a too large number. */
+/**
+ * Return the minutes in a field; null if the text is not a whole number from 1 to
+ * `MOST_MINUTES`.
+ */
 export function readMinutes(text: string): number | null {
   const trimmed = text.trim();
   const value = Number(trimmed);
@@ -131,7 +134,10 @@ function minutesFault(trans: TranslationBundle): string {
   return trans.__('Type a whole number of minutes from 1 to %1.', MOST_MINUTES);
 }
 
-/** Show the form until its values are valid; null if the admin cancels. */
+/**
+ * Show the form until its values are valid. Resolves to the values, or to null if the
+ * admin cancels.
+ */
 async function ask(
   trans: TranslationBundle,
   form: IForm
@@ -146,7 +152,7 @@ async function ask(
         Dialog.cancelButton({ label: trans.__('Cancel') }),
         (form.harm ? Dialog.warnButton : Dialog.okButton)({ label: form.accept })
       ],
-      // The enter key must not give an order that cannot be undone.
+      // If an order cannot be undone, the Enter key chooses `Cancel`.
       ...(form.harm ? { defaultButton: 0 } : { focusNodeSelector: 'input, select' })
     });
     if (!button.accept || value === null) {

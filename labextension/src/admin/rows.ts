@@ -18,23 +18,26 @@ export interface IRow {
   readonly name: string;
   readonly slice: number;
   readonly used: number | null;
-  /** Share of its time with a slice in which the session used CUDA, 0 to 1. */
+  /**
+   * The time in which the session used CUDA, as a share (0 to 1) of its time with a
+   * slice.
+   */
   readonly busy: number | null;
   /** Seconds in which the session had a slice and did not use CUDA. */
   readonly unused: number | null;
   /** Bytes of the session's slice times `unused`. */
   readonly waste: number | null;
-  /**
-   * The next three are seconds: since the session became idle, until its keep ends, and
-   * since it began to wait.
-   */
+  /** Seconds since the session became idle. */
   readonly idle: number | null;
+  /** Seconds until the keep of the session ends. */
   readonly kept: number | null;
+  /** Seconds since the session began to wait. */
   readonly waits: number | null;
 }
 
 /**
- * Seconds. If a session has had a slice for a shorter time, its use counts as unknown.
+ * If a session has had a slice for fewer seconds than this, its use of CUDA counts as
+ * unknown.
  */
 const LEAST = 1;
 
@@ -59,7 +62,11 @@ export function row(session: IAdminSession, now: number): IRow {
   };
 }
 
-/** The rows: names from A to Z, figures from the largest; unknown figures are always last. */
+/**
+ * Return the sorted rows: names from A to Z, figures from the largest to the smallest.
+ * With `inverted`, the order is the opposite. Rows with an unknown figure are always
+ * last.
+ */
 export function rows(view: IAdmin, sort: Sort, inverted: boolean): IRow[] {
   const all = view.sessions.map(session => row(session, view.now));
   const sign = inverted ? -1 : 1;
@@ -89,7 +96,10 @@ export function duration(trans: TranslationBundle, seconds: number): string {
   return trans.__('%1 h', (seconds / 3600).toFixed(1).replace(/\.0$/, ''));
 }
 
-/** `8 GiB for 11 min`: a session's slice, and how long the session did not use it. */
+/**
+ * The size of a session's slice, and for how long the session had a slice and did not
+ * use CUDA: `8 GiB for 11 min`.
+ */
 export function wasteText(trans: TranslationBundle, shown: IRow): string {
   if (shown.slice === 0) {
     return '';

@@ -63,7 +63,10 @@ function columns(trans: TranslationBundle): readonly IColumn[] {
   ];
 }
 
-/** Carry out an order and show the answer; `whom` names the kernel of the order. */
+/**
+ * Show the answer to an order. `whom` is the name of the kernel that the order
+ * concerns; it is missing for an order about a GPU.
+ */
 type Run = (order: Promise<INote | null>, whom?: string) => void;
 
 const NO_ANSWER = { text: '', refused: false };
@@ -75,8 +78,8 @@ export function AdminPage(props: IAdminProps): React.ReactElement {
   const [answer, setAnswer] = React.useState(NO_ANSWER);
   const run: Run = React.useCallback(
     (order, whom = '') => {
-      // The text names the kernel, because the answer is far from the row, and rows
-      // move.
+      // The answer appears far from the kernel's row, and rows move. So the text begins
+      // with the kernel's name.
       const about = (text: string) => (whom ? trans.__('%1: %2', whom, text) : text);
       order
         .then(
@@ -212,7 +215,8 @@ function Sessions(props: ISessionsProps): React.ReactElement {
   if (shown.length === 0) {
     return <p>{trans.__('No kernel is in the pool.')}</p>;
   }
-  // Names are sorted from A to Z, figures from the largest.
+  // Unless `inverted`, names are sorted from A to Z, and figures from the largest to
+  // the smallest.
   const rising = (sort === 'owner' || sort === 'name') !== inverted;
   return (
     <div
@@ -268,8 +272,8 @@ function Sessions(props: ISessionsProps): React.ReactElement {
 }
 
 /**
- * `20 to 60 s left`, or a note that there is no estimate. The same column also shows
- * how long the session has waited, so this text leaves that out.
+ * `20 to 60 s left`, or a note that there is no estimate. The column "Waited" shows how
+ * long the session has waited, so this text leaves that out.
  */
 function left(trans: TranslationBundle, session: IAdminSession, now: number): string {
   return waitTime(trans, { ...session, queued_at: null }, now);
@@ -284,8 +288,8 @@ function SessionRow(
     uuid => view.devices.find(device => device.uuid === uuid)?.index ?? '?'
   );
   const until = session.keep_until;
-  // A waiting session has no slice. So the two columns for a slice and its use show why
-  // the session waits.
+  // A waiting session has no slice. So its state, with the reason of the wait, also
+  // fills the columns for the slice and its use.
   const waits = session.state === 'queued';
   const recall = session.recall_at;
   const time = (at: number) => dayAndTime(trans, localTime(model, at));

@@ -15,7 +15,10 @@ import { losses, machineOf, restart } from './restart';
 
 export const RESTART_ELSEWHERE = 'gpupool:restart-elsewhere';
 
-/** Ask whether the user accepts these losses; Enter and Escape mean no. */
+/**
+ * Show what a restart loses (`lines`), and ask whether the user accepts this. Enter and
+ * Escape mean no.
+ */
 async function agreed(trans: TranslationBundle, lines: string[]): Promise<boolean> {
   const { button } = await showDialog({
     title: trans.__('Restart on another machine?'),

@@ -10,7 +10,7 @@ import { contextFor } from '../contexts';
 import type { IPoolModel } from '../tokens';
 import { bytes } from '../words';
 
-/** The other machine on which a kernel of this server runs; empty if there is none. */
+/** Return the machine on which a kernel of this server runs; empty for this machine. */
 export function machineOf(model: Pick<IPoolModel, 'view'>, kernelId: string): string {
   return model.view?.remote_kernels?.[kernelId] ?? '';
 }
@@ -49,8 +49,8 @@ export function losses(
 }
 
 /**
- * Start another kernel for the document of a kernel, and run the document again. False
- * if the kernel has no document.
+ * Replace the kernel of a document by a new kernel, and run the document again.
+ * Resolves to false if no document uses the kernel `kernelId`.
  */
 export async function restart(
   widgets: Iterable<Widget>,
@@ -62,7 +62,7 @@ export async function restart(
   if (!context || name === undefined) {
     return false;
   }
-  // A restarted kernel would stay on its machine, so start another kernel.
+  // JupyterLab's restart would keep the kernel on its machine, so start a new kernel.
   const kernel = await context.changeKernel({ name });
   await kernel?.info;
   await runAgain(context);

@@ -2,9 +2,10 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * The view in the panel's order: by device, by place in the queue, by kernel.
+ * Arranges a view for the panel: the slices on each device, the queue, and my kernels.
  *
- * Unchanged parts are the same objects as before, so that React does not draw them again.
+ * Unchanged parts are the same objects as before, so that React does not draw them
+ * again.
  */
 import type { IAnySession, IDevice, IPool, ISession, ISlice as IHas } from '../api';
 import { isMine } from '../tokens';
@@ -12,7 +13,9 @@ import { isMine } from '../tokens';
 /** The part of a session that lies on one device. */
 export interface ISlice {
   readonly session: ISession | IAnySession;
-  /** The number that marks my kernel, beside its colour; 0 for other users' kernels. */
+  /**
+   * The number that marks my kernel, as its colour does; 0 for other users' kernels.
+   */
   readonly number: number;
   /** Empty for other users' sessions. */
   readonly name: string;
@@ -33,9 +36,9 @@ export interface IKernelRow {
   readonly session: ISession;
   readonly number: number;
   readonly name: string;
-  /** The path of its document; empty if it cannot be opened. */
+  /** The path of the kernel's document; empty if the document cannot be opened. */
   readonly path: string;
-  /** Whether its document has no tab. */
+  /** Whether no tab shows the kernel's document. */
   readonly closed: boolean;
   readonly active: boolean;
 }
@@ -51,16 +54,20 @@ export interface IArranged {
   readonly queue: readonly IWaitRow[];
   /** My kernels of this server. */
   readonly kernels: readonly IKernelRow[];
-  /** My kernels of other servers; they also appear in the devices and the queue. */
+  /**
+   * My kernels of other servers. They are also listed below the devices and in the
+   * queue.
+   */
   readonly elsewhere: readonly IKernelRow[];
   /**
-   * The devices, to look up their numbers; this list changes only if a number changes.
+   * The devices, to find a device's number. This array is replaced only if a number
+   * changes.
    */
   readonly devices: readonly IDevice[];
   /** Number of sessions that have a slice, and number of sessions that wait for one. */
   readonly having: number;
   readonly waiting: number;
-  /** Suspended bytes of my kernels. */
+  /** Suspended bytes of my kernels on this machine. */
   readonly suspended: number;
 }
 
@@ -72,14 +79,17 @@ export interface IName {
   readonly closed?: boolean;
 }
 
-/** Returns the name of a kernel, if a document of this server uses the kernel. */
+/** Returns the name of a kernel; null if no document of this server uses the kernel. */
 export type NameOf = (kernelId: string) => IName | null;
 
-/** Keeps its last result, so that it can return unchanged parts as the same objects. */
+/**
+ * Arranges one view after another. It keeps its last result, because it returns the
+ * same objects for unchanged parts.
+ */
 export class Arranger {
   /**
-   * If `live` is false, no kernel of this server runs, although an old view may still
-   * list one.
+   * `live` is whether a kernel of this server runs. If none runs, leave out this
+   * server's kernels, because an old view may still contain them.
    */
   arrange(
     view: IPool,
@@ -91,8 +101,8 @@ export class Arranger {
       ? view.sessions
       : view.sessions.filter(session => !session.here);
     const mine = sessions.filter(isMine);
-    // The devices, the queue and the host memory of the panel are those of this
-    // machine.
+    // The sessions on this machine. The panel shows the devices, the queue and the host
+    // memory of this machine only.
     const local = sessions.filter(session => !(isMine(session) && session.machine));
     this._number(mine);
     const called = new Map<string, IName>();
@@ -181,7 +191,10 @@ export class Arranger {
     return found;
   }
 
-  /** A kernel keeps its number until it ends, even through restarts. */
+  /**
+   * Number my kernels. A kernel keeps its number until it ends; a restart does not
+   * change it.
+   */
   private _number(mine: readonly ISession[]): void {
     const there = new Set(mine.map(identity));
     for (const key of this._numbers.keys()) {
@@ -220,7 +233,8 @@ function having({ devices, granted_bytes: granted, slices }: Told): readonly IHa
   if (slices) {
     return slices.filter(slice => slice.granted_bytes > 0);
   }
-  // Divide the sum equally among the devices; the use on each device is not known.
+  // An older server sends only the sum of the slices. Assume equal slices on all
+  // devices.
   return granted > 0
     ? devices.map(device => ({ device, granted_bytes: granted / devices.length }))
     : [];
@@ -234,7 +248,7 @@ function title(session: ISession): string {
   return session.label || identity(session).slice(0, 8);
 }
 
-/** The old object if it has the same members as the new object, else the new object. */
+/** Return `old` if its members are the same as those of `fresh`; otherwise `fresh`. */
 function same<T extends object>(old: T | undefined, fresh: T): T {
   if (old === undefined) {
     return fresh;

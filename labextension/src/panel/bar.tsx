@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** One device: its name, a bar of its memory to scale, and the sessions on it. */
+/** One device: its name, a bar with the parts of its memory, and the sessions on it. */
 import * as React from 'react';
 
 import type { IDeviceRow } from './arrange';
@@ -21,7 +21,7 @@ import { fill, parts, percent } from './geometry';
 import { Badge, hue } from './section';
 import { useTools } from './tools';
 
-/** A part with a smaller share of the bar has no room for its number. */
+/** A part shows its number only if it fills at least this share of the bar. */
 const ROOM = 0.07;
 
 export const DeviceBar = React.memo(function DeviceBar(props: {
@@ -76,7 +76,10 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
 /** The parts for which a line is below the bar. */
 const LISTED: ReadonlySet<IPart['kind']> = new Set(['mine', 'other', 'foreign']);
 
-/** The line of a part: who has the part, its size, and its use. */
+/**
+ * The line about one part of the bar: who has this part, its size, and how much of it
+ * is in use.
+ */
 function OnDevice({ part }: { readonly part: IPart }): React.ReactElement {
   const { trans, open } = useTools();
   const { slice } = part;
@@ -119,7 +122,10 @@ function OnDevice({ part }: { readonly part: IPart }): React.ReactElement {
   );
 }
 
-/** A picture of the parts in a row, to scale. The lines below say the same in words. */
+/**
+ * The bar: each part is as wide as its share of the memory. The lines below the bar say
+ * the same in words.
+ */
 function Bar(props: {
   readonly label: string;
   readonly parts: readonly IPart[];
@@ -150,7 +156,10 @@ function Bar(props: {
   );
 }
 
-/** Only the bar, for a grid of many devices; the parent describes it in words. */
+/**
+ * The bar of a device without text, for the grid of many devices. The parent component
+ * describes the device in words.
+ */
 export const ThinBar = React.memo(function ThinBar(props: {
   readonly row: IDeviceRow;
 }): React.ReactElement {

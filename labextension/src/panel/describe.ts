@@ -24,7 +24,10 @@ export function inShort(
   );
 }
 
-/** `12 of 15.5 GiB in slices, 3 GiB free`; a device out of service has no free part. */
+/**
+ * `12 of 15.5 GiB in slices, 3 GiB free`. For a device out of service, the text leaves
+ * out the free memory.
+ */
 export function granted(trans: TranslationBundle, device: IDevice): string {
   const { memory_granted, memory_capacity, memory_free: free } = device;
   const slices = trans.__('%1 in slices', part(trans, memory_granted, memory_capacity));
@@ -64,7 +67,7 @@ export function notes(trans: TranslationBundle, device: IDevice): string[] {
   return said;
 }
 
-/** A whole device in one sentence, without the parts of its bar. */
+/** A device in one sentence: name, memory, utilisation and notes, but no sessions. */
 export function summary(trans: TranslationBundle, device: IDevice): string {
   const said = [
     trans.__('GPU %1', device.index),
@@ -107,14 +110,17 @@ export function partText(trans: TranslationBundle, shown: IPart): string {
   return slice.active ? trans.__('%1 (the open document)', said) : said;
 }
 
-/** `6 of 8 GiB used`: a slice and its use, if that is known here. */
+/** `6 of 8 GiB used`, or only the size of the slice if its use is not known. */
 export function sizeText(trans: TranslationBundle, slice: ISlice): string {
   return slice.used === null
     ? bytes(slice.bytes)
     : trans.__('%1 used', part(trans, slice.used, slice.bytes));
 }
 
-/** `fit.ipynb (bob)` for an admin; else `Another user (batch)`. */
+/**
+ * Another user's session: `fit.ipynb (bob)` for an admin, and `Another user (batch)`
+ * with the priority class for everybody else.
+ */
 export function somebody(trans: TranslationBundle, session: IAnySession): string {
   const { owner, label, priority } = session;
   if (owner !== undefined && owner !== 'other') {

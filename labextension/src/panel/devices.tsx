@@ -1,7 +1,10 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** All devices: a few as full bars, many as a grid of thin bars that unfold. */
+/**
+ * All devices: a few as full bars, many as a grid of thin bars. A click on a thin bar
+ * shows the full bar of its device.
+ */
 import * as React from 'react';
 
 import { bytes } from '../words';
@@ -11,7 +14,10 @@ import { partText, summary, unsaid } from './describe';
 import { parts } from './geometry';
 import { useTools } from './tools';
 
-/** With more devices than this, the panel shows the grid at first. */
+/**
+ * If there are more devices than this, the panel shows a grid until the user asks for
+ * the full bars.
+ */
 export const FEW = 8;
 
 export const Devices = React.memo(function Devices(props: {
@@ -149,8 +155,8 @@ const Cell = React.memo(function Cell(props: ICellProps): React.ReactElement {
 });
 
 /**
- * Move the focus between cells by arrow keys. The length of a row is read from the
- * page.
+ * Move the focus between the cells of the grid with the arrow keys. The page decides
+ * how many cells are in a row, so count them there.
  */
 function move(event: React.KeyboardEvent<HTMLElement>): void {
   const grid = event.currentTarget.closest('ul');

@@ -22,8 +22,8 @@ export interface IDocuments {
 }
 
 /**
- * For each session type, the command that opens the session again. A console needs its
- * own command, because it is not a file.
+ * Maps the type of a session to the command that opens the session's document. A
+ * console needs its own command, because it is not a file.
  */
 const OPENERS: ReadonlyMap<string, string> = new Map([
   ['notebook', 'docmanager:open'],
@@ -31,7 +31,7 @@ const OPENERS: ReadonlyMap<string, string> = new Map([
   ['console', 'console:open']
 ]);
 
-/** The common part of notebooks, consoles and other documents with a kernel. */
+/** The members by which a notebook, a console or another document gives its kernel. */
 interface IHasKernel {
   readonly sessionContext?: {
     readonly session?: { readonly kernel?: { readonly id: string } | null } | null;
@@ -50,8 +50,9 @@ export class Documents implements IDocuments {
     sessions.runningChanged.connect(() => this._changed.emit());
     // Not every shell knows which widget is in front.
     _app.shell.currentChanged?.connect(() => this._changed.emit());
-    // A document behind others can be closed, too. Only JupyterLab's shell has a signal
-    // for this, and also emits it at each resize.
+    // `currentChanged` does not report that a document behind others is closed.
+    // JupyterLab's shell reports it by `layoutModified`, but emits this signal at each
+    // resize, too. So check whether the open documents have changed.
     const shell: JupyterFrontEnd.IShell & ITellsLayout = _app.shell;
     let open = this._open();
     shell.layoutModified?.connect(() => {

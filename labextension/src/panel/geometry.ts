@@ -1,11 +1,15 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A device as a bar to scale: its parts as shares of its whole memory. Pure. */
+/**
+ * Divides the bar of a device into parts: shares of the device's whole memory. Pure.
+ */
 import type { IDevice } from '../api';
 import type { ISlice } from './arrange';
 
-/** `shut` is free memory of a device that is out of service. */
+/**
+ * What the memory of a part is. `shut`: free memory of a device that is out of service.
+ */
 export type Kind = 'mine' | 'other' | 'foreign' | 'free' | 'shut' | 'reserved';
 
 export interface IPart {
@@ -22,8 +26,9 @@ export interface IPart {
  * The parts of a device's bar from left to right; their shares sum to 1.
  *
  * The figures come from different moments, so their sum may exceed the memory. In that
- * case the reserve shrinks first, because processes outside the pool use it. If the sum
- * is still too large, all other parts shrink in proportion.
+ * case the part `reserved` shrinks first, because the memory of processes outside the
+ * pool comes out of the reserve. If the sum is still too large, all other parts shrink
+ * in proportion.
  */
 export function parts(device: IDevice, slices: readonly ISlice[]): IPart[] {
   const claims: Omit<IPart, 'share'>[] = slices.map(slice => ({
@@ -55,7 +60,10 @@ export function fill(slice: ISlice): number | null {
   return Math.min(1, sound(slice.used) / slice.bytes);
 }
 
-/** A share for CSS, rounded down so that the parts always fit. */
+/**
+ * A share as a percentage for CSS. It is rounded down, so that all parts fit into the
+ * bar.
+ */
 export function percent(share: number): string {
   return `${Math.floor(share * 1e5) / 1e3}%`;
 }

@@ -26,9 +26,11 @@ export function Header(props: IHeaderProps): React.ReactElement {
   const { trans, model } = useTools();
   const { view, broker, live } = props;
   const empty = view ? view.devices.length === 0 : !props.found.found;
-  // Without a GPU no broker starts, so do not report the missing broker as the cause.
+  // On a machine without a GPU no broker starts. So report the missing GPU, and not the
+  // absent broker.
   const gone = broker.status === 'away' && !(empty && view === null && !broker.denied);
-  // An absent broker is normal here: a broker ends when no kernel needs it.
+  // While no pooled kernel runs, an absent broker is normal: a broker ends when no
+  // kernel needs it.
   const asleep = gone && !live && noBroker(broker.code);
   const away = gone && !asleep;
   return (
@@ -82,8 +84,8 @@ export function Emulated(props: {
 }
 
 /**
- * Why the pool is away. Screen readers announce this text only after the panel's own
- * fetch. While a kernel runs, the toolbar announces it.
+ * Why the pool is away. Screen readers announce this text only while no kernel runs.
+ * While a kernel runs, the chip in the toolbar announces it.
  */
 function Away(props: {
   readonly broker: IBroker;
@@ -113,7 +115,8 @@ function NoDevice(props: {
 }): React.ReactElement {
   const { trans } = useTools();
   const reason = props.view?.problem || props.found.reason;
-  // A kernel on another machine has a GPU there, so "no GPU" would be false for it.
+  // If this server runs kernels on other machines, these kernels do have a GPU. So the
+  // text says that only this machine has none.
   const remote = Object.keys(props.view?.remote_kernels ?? {}).length > 0;
   return (
     <div className="jp-gpupool-empty">

@@ -49,7 +49,7 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
         ? [{ label, go: () => void commands.execute(command) }]
         : [];
     const sessions = () =>
-      // Only for admins, and only after the pool has said that the user is an admin.
+      // Show this link only after the pool has reported that the user is an admin.
       model.view?.admin ? link(SHOW_ADMIN, trans.__('All sessions')) : [];
     const panel = new PanelWidget({
       ...shared,
@@ -79,7 +79,8 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
           const content = new PanelWidget({ ...shared, links: sessions, id: TAB_ID });
           content.title.label = trans.__('GPU Pool');
           content.title.closable = true;
-          // Two regions of a page must not have the same name.
+          // The panel in the side bar has another name, because two regions of a page
+          // must not have the same name.
           content.node.setAttribute('aria-label', trans.__('GPU Pool in a tab'));
           widget = new MainAreaWidget({ content });
           widget.id = `${TAB_ID}-main`;

@@ -166,7 +166,7 @@ interface ILinesProps {
   readonly number: number;
 }
 
-/** The graphs of a kernel. They are drawn again for a new history only. */
+/** The graphs of a kernel. They are drawn again only when a new history arrives. */
 const Lines = React.memo(function Lines(props: ILinesProps): React.ReactElement | null {
   const { trans } = useTools();
   const history = useHistory();
@@ -224,8 +224,8 @@ function Actions(props: IActionsProps): React.ReactElement {
     : leaving
       ? goingBack(trans, props.session)
       : '';
-  // The buttons are not `disabled`: a disabled button loses the focus, and a keyboard
-  // user can read why a button does nothing only if the button has the focus.
+  // The buttons are not `disabled`, because a disabled button loses the focus. A
+  // keyboard user must move the focus to a button to read why it does nothing.
   return (
     <>
       <div className="jp-gpupool-actions">

@@ -20,7 +20,10 @@ export function times(hour: IHour): number[] {
   );
 }
 
-/** All devices as one: the sum of the memory in slices, and the mean utilisation. */
+/**
+ * Combine all devices: the sum of the memory in slices, and the mean of the
+ * utilisation.
+ */
 export function together(hour: IHour): {
   granted: (number | null)[];
   utilisation: (number | null)[];

@@ -62,7 +62,7 @@ export const Machines = React.memo(function Machines(): React.ReactElement | nul
   );
 });
 
-/** Whether the machine's kernels get slices, and how old its figures are. */
+/** The state of a machine in words; if it is unreachable, also for how long. */
 function stateText(trans: TranslationBundle, machine: IMachine): string {
   switch (machine.state) {
     case 'reachable':
@@ -81,7 +81,8 @@ function stateText(trans: TranslationBundle, machine: IMachine): string {
 }
 
 /**
- * What is known of a machine's GPUs, free memory and queue, and of the user's kernels.
+ * The known figures of a machine: its GPUs, its free memory, its queue, and the number
+ * of the user's kernels on it.
  */
 function figures(trans: TranslationBundle, machine: IMachine): string[] {
   const { devices, out, free, waiting, gpus, mine } = machine;

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The whole panel: it gives each of its parts the data. */
+/** The whole panel, which passes the data to its sections. */
 import * as React from 'react';
 
 import type { IPool } from '../api';

@@ -15,7 +15,9 @@ import { somebody } from './describe';
 import { Badge } from './section';
 import { useTools } from './tools';
 
-/** Other users' kernels are listed up to this place; my kernels are always listed. */
+/**
+ * The list shows other users' kernels up to this place, and my kernels at every place.
+ */
 export const LISTED = 20;
 
 /**
@@ -112,7 +114,10 @@ function othersWait(
     : trans.__('Has waited %1.', soFar);
 }
 
-/** The actions for a waiting kernel, which are shown at once or after a click. */
+/**
+ * What the user can do for a waiting kernel: shown at once if `open`, else after a
+ * click.
+ */
 function Help(props: {
   readonly session: ISession;
   readonly name: string;

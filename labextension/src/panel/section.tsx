@@ -1,13 +1,16 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A part of the panel with a heading that folds it; a folded part is not drawn. */
+/**
+ * A section of the panel. Its heading folds it; the content of a folded section is not
+ * drawn.
+ */
 import * as React from 'react';
 
 import { useTools } from './tools';
 
 export interface ISectionProps {
-  /** The name by which the panel remembers that the section is folded. */
+  /** The panel remembers under this name whether the section is folded. */
   readonly name: string;
   readonly title: string;
   /** A few words beside the heading; a folded section also shows them. */
@@ -18,7 +21,8 @@ export interface ISectionProps {
 export function Section(props: ISectionProps): React.ReactElement {
   const { folded } = useTools();
   const [open, setOpen] = React.useState(!folded.has(props.name));
-  // Two panels may be open (in the side bar and in a tab), so each id must be unique.
+  // A page may have two panels, in the side bar and in a tab. So each id must be
+  // unique.
   const id = React.useId();
   return (
     <section className="jp-gpupool-section" aria-labelledby={id}>
@@ -52,7 +56,10 @@ export function Badge({ number }: { readonly number: number }): React.ReactEleme
   );
 }
 
-/** From the 11th kernel on, the colours repeat; the number tells the kernels apart. */
+/**
+ * Return the style class of a kernel's colour. There are 10 colours, so kernel 11 has
+ * the colour of kernel 1.
+ */
 export function hue(number: number): string {
   return `jp-gpupool-hue${((number - 1) % 10) + 1}`;
 }

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A line of the last minutes, with gaps where nothing was measured. */
+/** A small graph of the last minutes, with gaps where nothing was measured. */
 import * as React from 'react';
 
 import { useTools } from './tools';
@@ -15,7 +15,8 @@ const HEIGHT = 20;
 type Values = readonly (number | null)[];
 
 /**
- * The SVG path in a box of `WIDTH` by `HEIGHT`; `top` is the value at its upper edge.
+ * Return the SVG path of the line, in a box of `WIDTH` by `HEIGHT`. `top` is the value
+ * at the upper edge of the box.
  */
 export function path(
   time: readonly number[],
@@ -26,14 +27,14 @@ export function path(
 ): string {
   let drawn = '';
   let pen = false;
-  // Draw only the highest point of each column. Otherwise a short use would appear and
-  // disappear as time moves the points.
+  // Several points may have the same `x`: draw only the highest one. Otherwise a short
+  // peak would appear and disappear while the points move to the left.
   let column = { x: -1, share: 0 };
   const draw = () => {
     const { x, share } = column;
     if (x >= 0) {
       const y = (HEIGHT - 1 - share * (HEIGHT - 2)).toFixed(1);
-      // Draw a single point as a line of length zero, whose round end is visible.
+      // `h0` is a line of length zero. Its round ends make a single point visible.
       drawn += pen ? `L${x} ${y}` : `M${x} ${y}h0`;
       pen = true;
     }
@@ -65,10 +66,15 @@ export interface ISparklineProps {
   readonly time: readonly number[];
   readonly values: Values;
   readonly now: number;
-  /** The value at the upper edge; a higher value moves the edge. */
+  /**
+   * The value at the upper edge. If the line has a higher value, the edge is that
+   * value.
+   */
   readonly top: number;
   readonly say: (value: number) => string;
-  /** Seconds from the left edge to the right edge, and the same time in words. */
+  /**
+   * The time between the left and the right edge: `span` in seconds, `during` in words.
+   */
   readonly span?: number;
   readonly during?: string;
 }

@@ -2,7 +2,8 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * Tools that all parts of the panel use. They never change, so they cause no render.
+ * The tools that all parts of the panel share. The object with the tools never changes,
+ * so it causes no render.
  */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDisposable } from '@lumino/disposable';
@@ -15,14 +16,14 @@ import type { IPoolModel, IPoolSettings } from '../tokens';
 import type { Ticker } from '../ticker';
 
 /**
- * The history of the last minutes; it is fetched while a component needs it (see
- * `hold`).
+ * The history, the last hour and the machines. The page fetches them only while a
+ * component needs them (see `hold`).
  */
 export interface IPast {
   readonly latest: IHistory | null;
   /**
-   * The last hour of devices and queue; null before the first answer, and if the server
-   * is too old to send it.
+   * Figures of the last hour for the devices and the queue. Null before the first
+   * answer. Always null if the server is too old to send them.
    */
   readonly hour: IHour | null;
   /** The machines of the cluster; null if this machine is in no cluster. */
@@ -48,7 +49,7 @@ export interface ITools {
   readonly open: (kernelId: string) => void;
   /** Ask the user, and then end a kernel of this server. */
   readonly shutDown: (kernelId: string, name: string) => Promise<{ note: string }>;
-  /** Other places of this user interface, such as the admin's page. */
+  /** Links to other places of this user interface, such as the admin's page. */
   readonly links: () => readonly ILink[];
 }
 
@@ -68,27 +69,27 @@ export function useHistory(): IHistory | null {
   return useTold(past.changed, () => past.latest);
 }
 
-/** The newest data of the last hour; renders again for new data. */
+/** Return the newest data of the last hour. New data renders the component again. */
 export function useHour(): IHour | null {
   const { past } = useTools();
   return useTold(past.changed, () => past.hour);
 }
 
-/** The machines of the cluster; renders again when they change. */
+/** Return the machines of the cluster. A change renders the component again. */
 export function useMachines(): IMachines | null {
   const { past } = useTools();
   return useTold(past.changed, () => past.machines);
 }
 
-/** How many minutes the user wants slices to be kept. */
+/** For how many minutes the user wants to keep an idle slice. */
 function useKeepMinutes(): number {
   const { settings } = useTools();
   return useTold(settings.changed, () => settings.keepMinutes);
 }
 
 /**
- * How many seconds a slice is kept: the user's time, but at most the pool's `max_keep`.
- * Null if the user's number is not positive.
+ * For how many seconds an idle slice is kept: the time that the user has set, but at
+ * most the pool's `max_keep`. Null if one of the two times is not positive.
  */
 export function useKeepSeconds(): number | null {
   const { model } = useTools();

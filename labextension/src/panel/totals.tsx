@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Totals: suspended bytes in host memory, and the use of the devices. */
+/** Shows totals: the suspended bytes in host memory, and the use of the devices. */
 import * as React from 'react';
 
 import { duration } from '../admin/rows';

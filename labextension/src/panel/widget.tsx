@@ -133,8 +133,8 @@ export class PanelWidget extends ReactWidget {
   }
 
   /**
-   * If no kernel runs, fetch the view once, because no other code fetches it and the
-   * panel would be empty.
+   * If no kernel runs, fetch the view once. No other code fetches it then, so the panel
+   * would be empty.
    */
   private _look(): void {
     if (!this._tools.model.live) {
@@ -156,7 +156,7 @@ export class PanelWidget extends ReactWidget {
 }
 
 /**
- * Ask the user, and then end a kernel. The result is the text for the line below the
+ * Ask the user, and then end a kernel. `note` is the text for the line below the
  * kernel's buttons.
  */
 async function shutDown(

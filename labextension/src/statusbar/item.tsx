@@ -88,7 +88,8 @@ export class StatusItem extends ReactWidget {
   };
 
   private readonly _onPopover = (): void => {
-    // JupyterLab's own items have the same look while their popup is open.
+    // Mark the item while the popover is open, as JupyterLab marks its own items while
+    // their popup is open.
     const open = this._place !== null && this._popovers.place === this._place;
     this.toggleClass('jp-mod-clicked', open);
     this.update();

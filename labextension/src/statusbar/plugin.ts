@@ -38,8 +38,8 @@ export const statusbarPlugin: JupyterFrontEndPlugin<void> = {
     }
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
     const item = new StatusItem(model, popovers, trans);
-    // There is no tracker of consoles here, so follow any widget in front with a
-    // kernel.
+    // This plugin has a tracker of notebooks only. To follow consoles, too, use the
+    // shell's current widget.
     const follow = () =>
       item.follow(contextOf(shell ? shell.currentWidget : notebooks.currentWidget));
     notebooks.currentChanged.connect(follow);

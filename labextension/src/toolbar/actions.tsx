@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Buttons that release the slice, or keep it while idle. */
+/** Buttons that release the slice, or keep it while the kernel is idle. */
 import type { Kernel } from '@jupyterlab/services';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
@@ -15,7 +15,7 @@ import { Answer } from './answer';
 import { useAnswer } from './hooks';
 import { hasSlice, truth } from './situation';
 
-/** The longest time in milliseconds that a timer accepts. */
+/** `setTimeout` accepts at most this many milliseconds. */
 const LONG = 2 ** 31 - 1;
 
 interface IProps {
@@ -62,7 +62,8 @@ export function Actions(props: IProps): React.JSX.Element {
           aria-disabled={busy || nothing !== ''}
           title={nothing || undefined}
           onClick={() => {
-            // The button is not `disabled`, so it can get the focus and say why.
+            // The button is not `disabled`, so that it can get the focus and say why it
+            // does nothing.
             if (nothing) {
               say({ refused: false, text: nothing });
             } else {
@@ -104,8 +105,8 @@ export function Actions(props: IProps): React.JSX.Element {
 }
 
 /**
- * The button "Get a GPU now". It has its own answer, so that the wait for a slice does
- * not disable the other buttons.
+ * The button "Get a GPU now". It has its own `useAnswer`, so that the other buttons
+ * work while the kernel waits for its slice.
  */
 function GetNow(props: {
   readonly trans: TranslationBundle;
@@ -132,8 +133,8 @@ function GetNow(props: {
 }
 
 /**
- * Whether a time on the broker's clock is in the future; renders again when that time
- * comes.
+ * Return whether `time`, on the broker's clock, is in the future. When that time comes,
+ * the component renders again.
  */
 function useUntil(time: number | null, model: Pick<IPoolModel, 'now'>): boolean {
   const [, again] = React.useReducer((count: number) => count + 1, 0);

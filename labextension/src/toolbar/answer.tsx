@@ -6,7 +6,7 @@ import * as React from 'react';
 import { marked } from '../tell';
 import type { IAnswer } from './hooks';
 
-/** A sentence of the server, with its commands as code. */
+/** Shows a sentence of the server. The commands in the sentence are shown as code. */
 export function Marked({ line }: { readonly line: string }): React.JSX.Element {
   return (
     <>
@@ -18,8 +18,8 @@ export function Marked({ line }: { readonly line: string }): React.JSX.Element {
 }
 
 /**
- * The place for answers. It is always present, so screen readers announce new text in
- * it.
+ * Shows an answer. The element exists even without an answer, because screen readers
+ * announce only text that appears in an existing element.
  */
 export function Answer(props: {
   readonly answer: IAnswer | null;

@@ -15,14 +15,19 @@ interface IProps {
   readonly trans: TranslationBundle;
   readonly client: PoolClient;
   readonly kernelId: string;
-  /** The word for what uses the kernel, such as `notebook`. */
+  /** The word for the document that uses the kernel, such as `notebook`. */
   readonly what: string;
   readonly request: IRequest;
   /** The most bytes that the kernel may ask for on each device; null if not known. */
   readonly most: number | null;
-  /** The bytes of the largest device: the slider ends there if no limit is known. */
+  /**
+   * The bytes of the largest device. If `most` is null, the slider ends at this size.
+   */
   readonly room: number;
-  /** The kernel's state. An answer belongs to the state in which the broker gave it. */
+  /**
+   * The kernel's state as a text. When this text changes, the answer to an earlier
+   * request is removed.
+   */
   readonly state: string;
   /** Whether the pool can be reached. */
   readonly up: boolean;
@@ -30,18 +35,23 @@ interface IProps {
   readonly waits: boolean;
 }
 
-/** The form. Typed text stays until its size is granted, even if the kernel changes. */
+/**
+ * The form. It keeps a typed text until the kernel's request has that size, even if the
+ * kernel's state changes before.
+ */
 export function Ask(props: IProps): React.JSX.Element {
   const { trans, client, kernelId, what, request, most, room, state, up } = props;
   const id = React.useId();
   const { answer, busy, say, run } = useAnswer(trans, state, up);
-  // Null means that nothing was typed: the field shows the kernel's present request.
+  // Null if the user has typed nothing. The field then shows the kernel's present
+  // request.
   const [typed, setTyped] = React.useState<string | null>(null);
   const [granted, setGranted] = React.useState<number | null>(null);
   const { waits } = props;
   React.useEffect(() => {
     if (!waits) {
-      // The kernel no longer waits, so remove an answer about its wait.
+      // The kernel no longer waits. So remove an answer about its wait, but keep a
+      // refusal.
       say(now => (now && !now.refused ? null : now));
     }
   }, [waits, say]);

@@ -18,7 +18,8 @@ export function Bar(props: {
   const used = usedBytes(session);
   const devices = Math.max(1, session.devices.length);
   const asked = session.request.memory * devices;
-  // A slice may be smaller than the request; the missing memory is not guaranteed.
+  // A slice may be smaller than the request. In that case only the bytes of the slice
+  // are guaranteed.
   const guaranteed = Math.min(asked, session.granted_bytes);
   const limit = session.request.limit * devices;
   const whole = Math.max(limit, session.granted_bytes, used ?? 0, 1);

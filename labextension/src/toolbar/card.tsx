@@ -46,7 +46,8 @@ export function Card(props: IProps): React.JSX.Element {
     );
   }
   const { session, view } = it;
-  // For a kernel on another machine, only the largest allowed request is known.
+  // For a kernel on another machine, the capacity of the devices is not known. Use the
+  // largest allowed request instead.
   const room = session?.machine
     ? (session.most_bytes ?? session.request.limit)
     : Math.max(0, ...(view?.devices ?? []).map(d => d.memory_capacity));
@@ -93,8 +94,8 @@ export function Card(props: IProps): React.JSX.Element {
       {it.kind === 'ours' && session?.standing?.length ? (
         <Standing trans={trans} lines={session.standing} />
       ) : null}
-      {/* Show the form also while the pool is away: it keeps the typed text, and shows
-          the server's reason. */}
+      {/* Keep the form while the pool is away, because the typed text and the server's
+          last answer are in it. */}
       {asks && view && it.kind !== 'no-device' ? (
         <Ask
           key={kernelId}
@@ -147,8 +148,8 @@ export function Card(props: IProps): React.JSX.Element {
 }
 
 /**
- * A kernel's session. If a restarting kernel has no session for a moment, this is its
- * last session.
+ * Return the kernel's session. A restarting kernel has no session for a moment: in this
+ * case return its last session.
  */
 function useLast(session: ISession | null, kernelId: string | null): ISession | null {
   const [last, setLast] = React.useState(session);

@@ -84,8 +84,8 @@ export class Chip extends ReactWidget {
 
   /**
    * Put the chip into the tab order. A hidden toolbar takes all items out of the tab
-   * order. It checks them again only when an item is added, so the chip asks for a
-   * check when the chip becomes visible.
+   * order, and checks the items again only when an item is added. So the chip asks for
+   * a check when the chip becomes visible.
    */
   private _reach(): void {
     const toolbar = this.node.closest<ICounts>('jp-toolbar');
@@ -162,8 +162,9 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
       ]
         .filter(Boolean)
         .join('\n')}
-      // The name begins with the visible text, as voice control expects. It has no
-      // seconds, because a screen reader would announce each change.
+      // The label begins with the visible text, because users of voice control speak
+      // that text. The label has no seconds, because a screen reader would announce
+      // each change.
       aria-label={[trans.__('%1, GPU of this %2', mark(said.still), what), back]
         .filter(Boolean)
         .join('. ')}
@@ -172,8 +173,8 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
       onClick={onClick}
     >
       <Glyph tone={said.tone} filled={situation.filled} />
-      {/* The stylesheet shows the short form if there is no room for the long one. The
-          short form is an attribute, so it is not a part of the text. */}
+      {/* If the toolbar has no room for the long text, the stylesheet shows a short one
+          from these attributes. An attribute does not count as text of the button. */}
       <span className="jp-gpupool-Chip-words">
         <span
           className="jp-gpupool-Chip-short"

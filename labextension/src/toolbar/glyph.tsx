@@ -85,7 +85,7 @@ function shape(tone: Tone, filled: number | null): React.JSX.Element {
       );
     case 'host':
       return (
-        // A memory module. An earlier picture, an arrow into a tray, looked like a
+        // A memory module. Do not use an arrow into a tray: that picture looks like a
         // download.
         <>
           <rect

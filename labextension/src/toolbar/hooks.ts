@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** React hooks for a kernel's watch, and for the server's answers. */
+/** React hooks for the situation of a kernel, and for the answers to actions. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import {
   useCallback,
@@ -18,7 +18,7 @@ import { refusal, unanswered } from '../tell';
 import type { ISituation } from './situation';
 import type { KernelWatch } from './watch';
 
-/** The newest situation; renders again when it changes. */
+/** Return the newest situation. The component renders again when it changes. */
 export function useSituation(watch: KernelWatch): ISituation | null {
   const subscribe = useCallback(
     (update: () => void) => {
@@ -30,11 +30,14 @@ export function useSituation(watch: KernelWatch): ISituation | null {
   return useSyncExternalStore(subscribe, () => watch.situation);
 }
 
-/** The result of an action: its note, or why it was refused and what to do. */
+/**
+ * The result of an action. `text` is the note, or says why the action was refused and
+ * what to do.
+ */
 export interface IAnswer {
   readonly refused: boolean;
   readonly text: string;
-  /** Whether the pool refused the request; false if the pool could not be reached. */
+  /** Whether the request itself was wrong, for example its size. */
   readonly fault?: boolean;
   /** Whether the pool could not be reached. */
   readonly outage?: boolean;
@@ -43,10 +46,7 @@ export interface IAnswer {
 /** Milliseconds that a user needs to read a sentence. */
 export const READ = 5000;
 
-/**
- * Milliseconds after which a note is old, and milliseconds after which a refusal is
- * old.
- */
+/** A note is removed after `OLD` milliseconds, and a refusal after `OLD_REFUSAL`. */
 export const OLD = 15_000;
 export const OLD_REFUSAL = 60_000;
 
@@ -54,8 +54,8 @@ export const OLD_REFUSAL = 60_000;
 export function useAnswer(
   trans: TranslationBundle,
   /**
-   * The state to which an answer belongs: after a change of the state, the answer
-   * disappears when the user has had time to read it.
+   * The kernel's state as a text. When this text changes, an earlier answer is removed
+   * as soon as the user has had time to read it.
    */
   state: string,
   /** Whether the pool can be reached. */
@@ -96,7 +96,7 @@ export function useAnswer(
   return { answer, busy, say, run };
 }
 
-/** The HTTP status of a wrong request. */
+/** The HTTP status codes of a wrong request. */
 const FAULTS: ReadonlySet<number> = new Set([400, 409, 422]);
 
 /** Removes an answer when it is old, or when the state has changed since the answer. */

@@ -37,8 +37,8 @@ export const popoverPlugin: JupyterFrontEndPlugin<IPoolPopovers> = {
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
     const popovers = new PoolPopovers(app.commands, settings);
     /**
-     * The context of a kernel, by default of the kernel of the widget in front; null if
-     * that kernel is not in the pool.
+     * Return the session context of the kernel `kernelId`. Without an id, use the
+     * kernel of the widget in front. Null if the kernel is not in the pool.
      */
     const find = (kernelId: unknown): ISessionContext | null => {
       const found =
@@ -91,8 +91,8 @@ export const toolbarPlugin: JupyterFrontEndPlugin<void> = {
     translator: ITranslator | null
   ): void => {
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
-    // A console's panel has a session context, too. The factory uses only the session
-    // context.
+    // The type names only the notebook's panel, but a console's panel also works: the
+    // factory uses only `sessionContext`, and both panels have it.
     for (const factory of ['Notebook', 'ConsolePanel']) {
       toolbars.addFactory<NotebookPanel>(
         factory,

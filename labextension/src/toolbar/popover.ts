@@ -1,13 +1,19 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A dialog beside its button, with the usual rules for place, focus and closing. */
+/**
+ * A dialog beside its button. It keeps the focus inside, and Escape or a click outside
+ * closes it.
+ */
 import { ReactWidget } from '@jupyterlab/ui-components';
 import type { Message } from '@lumino/messaging';
 import { Widget } from '@lumino/widgets';
 import type * as React from 'react';
 
-/** Distance between the dialog, its anchor and the window's edges. */
+/**
+ * Pixels between the dialog and its anchor, and between the dialog and the window's
+ * edges.
+ */
 const GAP = 4;
 
 const FOCUSABLE = 'button, input, [href], [tabindex]:not([tabindex="-1"])';
@@ -16,10 +22,10 @@ let ids = 0;
 
 export class Popover extends ReactWidget {
   /**
-   * @param anchor Finds the dialog's anchor, which may be rendered again at any time.
-   *   Null closes the dialog.
-   * @param content Renders the dialog's content; gets the id for the element that
-   *   labels the dialog.
+   * @param anchor Returns the dialog's anchor. The page may render the anchor again at
+   *   any time. The dialog closes if the result is null.
+   * @param content Renders the dialog's content. Its argument is the id for the element
+   *   that labels the dialog.
    */
   constructor(
     private readonly _anchor: () => HTMLElement | null,
@@ -121,8 +127,8 @@ export class Popover extends ReactWidget {
 
   protected override onAfterAttach(msg: Message): void {
     super.onAfterAttach(msg);
-    // Capture these events before JupyterLab's own keyboard shortcuts, and before code
-    // that stops their propagation.
+    // `true`: handle these events in the capture phase, before JupyterLab's keyboard
+    // shortcuts and before code that stops the propagation of an event.
     document.addEventListener('keydown', this, true);
     document.addEventListener('pointerdown', this, true);
     document.addEventListener('scroll', this, true);
@@ -154,8 +160,8 @@ export class Popover extends ReactWidget {
   }
 
   /**
-   * Keep Tab inside: the dialog is the document's last element, so Tab would leave the
-   * page.
+   * When the user presses Tab, keep the focus inside the dialog. The dialog is the
+   * document's last element, so the focus would leave the page.
    */
   private _cycle(event: KeyboardEvent): void {
     const all = [...this.node.querySelectorAll<HTMLElement>(FOCUSABLE)];
@@ -175,8 +181,8 @@ export class Popover extends ReactWidget {
     if (this._within(event.target) || this._anchor()?.contains(event.target as Node)) {
       return;
     }
-    // Close the dialog only after the click, because the click may move the focus to
-    // another element.
+    // Close the dialog only after the click. The click may move the focus to another
+    // element, and `dispose` must see that.
     window.setTimeout(() => this.dispose());
   }
 

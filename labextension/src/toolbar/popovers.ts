@@ -31,11 +31,11 @@ export interface IPoolPopovers {
   toggle(place: IPlace): void;
   /** Close the popover; with `place`, only if it is open there. */
   close(place?: IPlace): void;
-  /** Add a place that {@link openFor} may choose, until the result is disposed. */
+  /** Let {@link openFor} choose this place, until the returned object is disposed. */
   offer(place: IPlace): IDisposable;
   /**
-   * Open the popover for a notebook, at the first visible place; false if there is
-   * none.
+   * Open the popover at the first visible place of a notebook. Return false if the
+   * notebook has no visible place.
    */
   openFor(context: Followed): boolean;
 }

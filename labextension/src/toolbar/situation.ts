@@ -21,10 +21,13 @@ import {
 } from '../words';
 
 export interface ISituation {
-  /** `asking`: nothing is known yet. `ours`: the pool answers and has devices. */
+  /** `asking`: the page has no answer yet. `ours`: the pool answers and has devices. */
   readonly kind: 'asking' | 'away' | 'no-device' | 'ours';
   readonly said: ISaid;
-  /** The state without figures that change with time, for a live region. */
+  /**
+   * The state as a text that screen readers announce at each change. It has no figures
+   * that change with time.
+   */
   readonly news: string;
   /** The state as one sentence. */
   readonly headline: string;
@@ -33,7 +36,10 @@ export interface ISituation {
   readonly broker: IBroker;
   /** Whether the session's device is emulated. */
   readonly emulated: boolean;
-  /** Share of the slice in use, 0 to 1; null if not known or without a slice. */
+  /**
+   * Share of the slice in use, 0 to 1; null without a slice, or if the use is not
+   * known.
+   */
   readonly filled: number | null;
   /** Whether the slice on some device has nearly reached its limit. */
   readonly nearlyFull: boolean;
@@ -41,7 +47,7 @@ export interface ISituation {
   readonly what: string;
 }
 
-/** The word for what uses a kernel, by the type of its session. */
+/** Return the word for the document that uses a kernel, by the type of its session. */
 export function whatOf(trans: TranslationBundle, type: string): string {
   switch (type) {
     case 'notebook':
@@ -192,17 +198,20 @@ export function lastHeard(trans: TranslationBundle, it: ISituation): string {
   return trans.__('%1 on %2', bytes(session.granted_bytes), where);
 }
 
-/** Why the pool preempted a session, as a sentence; empty if the pool did not. */
+/** Why the pool preempted a session, as a sentence; empty without a preemption. */
 export function preemptedReason(session: ISession | null): string {
   return session ? sentence(session.preempted ?? '') : '';
 }
 
-/** Why an idle slice stays; empty if there is no reason. */
+/**
+ * Why an idle session keeps its slice: the session is pinned, or the pool has a reason.
+ * Empty if neither is the case.
+ */
 export function staysReason(session: ISession | null): string {
   return session?.state === 'idle' ? session.pinned_reason || session.stays_reason : '';
 }
 
-/** Memory in use by a session, on all its devices; null if not known. */
+/** The bytes that a session uses on all its devices together; null if not known. */
 export function usedBytes(session: ISession): number | null {
   return session.used_bytes ?? session.footprint_bytes;
 }
@@ -213,8 +222,8 @@ export function hasSlice(session: ISession | null): boolean {
 }
 
 /**
- * The state of a session as a text, without figures that change with time. An answer
- * belongs to the state in which the broker gave it.
+ * Return the state of a session as a text. When this text changes, the answers that the
+ * broker gave before no longer apply. The text has no figures that change with time.
  */
 export function truth(session: ISession | null, up: boolean): string {
   return session === null
@@ -230,7 +239,7 @@ export function truth(session: ISession | null, up: boolean): string {
       ]);
 }
 
-/** A slice counts as nearly full from this share of its limit. */
+/** A slice counts as nearly full if at least this share of its limit is in use. */
 const NEAR = 0.9;
 
 /** Whether the slice on some device has nearly reached its limit. */
@@ -273,7 +282,8 @@ function news(trans: TranslationBundle, session: ISession | null, view: IPool): 
     case 'detaching':
       return trans.__('Moving to host memory');
     case 'active':
-      // No sizes: a slice grows in steps, and a screen reader would announce each step.
+      // Leave out the sizes: a slice grows in steps, and a screen reader would announce
+      // each step.
       return trans.__('Working on %1', where);
     case 'idle':
       if (session.pinned_reason) {

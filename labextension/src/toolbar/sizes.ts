@@ -27,11 +27,11 @@ const UNITS: Readonly<Record<string, number>> = {
 };
 
 /**
- * Return the bytes of a text such as `12GiB`, `512 MiB` or `1,5`, or null. A number
- * without a unit means GiB.
+ * Return the bytes that a text such as `12GiB`, `512 MiB` or `1,5` means; null if the
+ * text is not a size. A number without a unit means GiB.
  *
- * A comma before three digits is an error, because it separates thousands in some
- * languages.
+ * A comma is a decimal mark. A text with a comma before three digits is not a size,
+ * because some languages separate thousands with a comma.
  */
 export function parseSize(text: string): number | null {
   const match = /^\s*(\d+(?:\.\d*|,\d{0,2})?|\.\d+)\s*([a-z]*)\s*$/i.exec(text);
@@ -44,25 +44,30 @@ export function parseSize(text: string): number | null {
 }
 
 /**
- * `LEAST` is the smallest size that a user may type, 0.001 MiB. `MOST` is the result
- * for a text that means a larger size.
+ * `LEAST` is the smallest size that a user may type: 0.001 MiB. If a text means a size
+ * above `MOST`, the result is `MOST`.
  */
 const LEAST = Math.ceil(MIB / 1000);
 export const MOST = Number.MAX_SAFE_INTEGER;
 
-/** A size for the field: at most three decimals, rounded down. */
+/**
+ * Write a size for the field: a number of GiB without a unit, or a number with `MiB`
+ * below 1 GiB. The number is rounded down to three decimals.
+ */
 export function editable(value: number): string {
   const amount = value >= GIB ? value / GIB : value / MIB;
   const text = String(Math.floor(amount * 1000) / 1000);
   return value >= GIB ? text : `${text} MiB`;
 }
 
-/** The same size in a sentence: `7.45 GiB`, `8 GiB`, `0.102 MiB`. */
+/**
+ * Write a size for a sentence, always with its unit: `7.45 GiB`, `8 GiB`, `0.102 MiB`.
+ */
 export function exact(value: number): string {
   return value >= GIB ? `${editable(value)} GiB` : editable(value);
 }
 
-/** The step of the slider: half a GiB, less on a small device. */
+/** The step of the slider in bytes: half a GiB, or less if `most` is small. */
 export function stepFor(most: number): number {
   let step = GIB / 2;
   while (step > 16 * MIB && most / step < 8) {
@@ -72,7 +77,8 @@ export function stepFor(most: number): number {
 }
 
 /**
- * A size's position on the slider, in steps. The last position means exactly `most`.
+ * Return the position of the slider for a size, as a number of steps. The last position
+ * means exactly `most`, even if `most` is not a multiple of the step.
  */
 export function positionOf(value: number, most: number): number {
   const step = stepFor(most);
@@ -84,7 +90,9 @@ export function sizeAt(position: number, most: number): number {
   return Math.min(most, position * stepFor(most));
 }
 
-/** The size that a typed text means, or its error as a sentence. */
+/**
+ * Return the size that a typed text means, or a sentence about the error in the text.
+ */
 export function readSize(
   trans: TranslationBundle,
   text: string,
@@ -110,7 +118,8 @@ export function readSize(
     return { fault };
   }
   if (most !== null && size > most) {
-    // A user who types the shown bound means the exact bound, which has more digits.
+    // The page shows the limit with few digits. A user who types this shown limit means
+    // the exact limit.
     return bytes(size) === bytes(most)
       ? { size: most, fault: '' }
       : {

@@ -23,8 +23,8 @@ export type Followed = Pick<
 >;
 
 /**
- * Watches the situation of a notebook's or console's kernel. It emits `changed` when
- * the shown situation changes.
+ * Watches the kernel of a notebook or console. It emits `changed` when the situation
+ * that the page shows for the kernel changes.
  *
  * `situation` is null while the notebook has no kernel of the pool.
  */
@@ -47,7 +47,7 @@ export class KernelWatch implements IDisposable {
     return this._situation;
   }
 
-  /** The word for what uses the kernel, such as `notebook`. */
+  /** The word for the document that uses the kernel, such as `notebook`. */
   get what(): string {
     return whatOf(this.trans, this.context.type);
   }
@@ -112,7 +112,8 @@ export class KernelWatch implements IDisposable {
 }
 
 /**
- * Whether two situations look the same: most changes of the pool concern other kernels.
+ * Whether two situations look the same. Most changes of the pool concern other kernels,
+ * so nothing needs to be drawn.
  */
 function alike(one: ISituation | null, other: ISituation | null): boolean {
   if (one === null || other === null) {

@@ -2,8 +2,8 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * Shows in the broker's words why a kernel waits, or who may take its slice, and shows
- * what users can do.
+ * Shows why a kernel waits, or who may take its slice, in the broker's words. Also
+ * shows what users can do.
  */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';

@@ -13,7 +13,7 @@ import { truth } from '../toolbar/situation';
 import { bytes, goesBack } from '../words';
 import { StartNotices } from './notices';
 
-/** The buttons name at most this many of the user's kernels. */
+/** The page lists at most this many of the user's other kernels with their slices. */
 const MOST_NAMED = 3;
 
 interface IProps {
@@ -23,7 +23,10 @@ interface IProps {
   readonly session: ISession;
   /** The broker's plan for the session; null until it is known. */
   readonly plan: IExplanation | null;
-  /** The kernel's name for screen readers, if several kernels wait. */
+  /**
+   * The kernel's name. If several kernels wait, the labels for screen readers contain
+   * this name.
+   */
   readonly name?: string;
 }
 
@@ -127,8 +130,8 @@ export function WaitActions(props: IProps): React.JSX.Element {
 }
 
 /**
- * The user's other kernels whose slices this kernel could use, with their bytes, the
- * largest first.
+ * Return the user's other sessions whose slices the waiting kernel could use. Each
+ * session comes with the bytes of its slices, and the largest comes first.
  */
 function own(model: IPoolModel, plan: IExplanation | null): [number, ISession][] {
   const held = new Map<string, number>();

@@ -8,7 +8,10 @@ import * as React from 'react';
 import type { IExplanation, ISession, PoolClient } from '../api';
 import { refusal } from '../tell';
 
-/** Milliseconds after which the page fetches the plan again: its times get old. */
+/**
+ * Milliseconds after which the page fetches the plan again, because the times in the
+ * plan become old.
+ */
 export const AGAIN = 10_000;
 
 export interface IPlan {
@@ -19,8 +22,8 @@ export interface IPlan {
 }
 
 /**
- * Fetches the plan again if `queueLength` changes, because other kernels may need the
- * slice now.
+ * Fetches the plan. Fetches it again when `queueLength` changes, because other kernels
+ * may need the slice now.
  */
 export function usePlan(
   trans: TranslationBundle,

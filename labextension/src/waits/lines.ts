@@ -12,7 +12,7 @@
 import type { NotebookPanel } from '@jupyterlab/notebook';
 import type { Kernel } from '@jupyterlab/services';
 
-/** A kernel with this status has ended, or is about to. */
+/** The statuses of a kernel that has ended or will soon end. */
 const ENDED: ReadonlySet<Kernel.Status> = new Set([
   'restarting',
   'autorestarting',
@@ -20,7 +20,7 @@ const ENDED: ReadonlySet<Kernel.Status> = new Set([
   'dead'
 ]);
 
-/** The metadata by which the agent marks an output as its line. */
+/** An output of a cell. If `wait` is true, the output is the agent's line. */
 interface IOutput {
   readonly metadata?: { readonly gpupool?: { readonly wait?: boolean } };
 }
@@ -31,8 +31,8 @@ interface IOutputs {
 }
 
 /**
- * Remove the agent's lines from these outputs; do not touch an area without such a
- * line.
+ * Remove the agent's lines from the outputs of a cell. If no output is such a line, do
+ * not write the outputs.
  */
 export function removeWaits(outputs: IOutputs): void {
   const all = outputs.toJSON();
@@ -58,7 +58,8 @@ export function watchWaits(
       clean();
     }
   });
-  // Now the notebook has another kernel, or the page is new. A new page gets no
-  // messages about requests from before it was loaded.
+  // `kernelChanged` means that the notebook has another kernel, or that the page is
+  // new. A new page gets no messages about a request from before the page was loaded.
+  // So in both cases no kernel removes the line.
   panel.sessionContext.kernelChanged.connect(clean);
 }

@@ -1,14 +1,17 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** "Tell me when it starts": a notification for a kernel that waits, once it has its slice. */
+/**
+ * Makes the button "Tell me when it starts" work: notifies the user when a waiting
+ * kernel gets its slice.
+ */
 import { Notification as Toast } from '@jupyterlab/apputils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import { Signal, type ISignal } from '@lumino/signaling';
 
 import type { IPoolModel } from '../tokens';
 
-/** Milliseconds for which JupyterLab shows a notice inside its page. */
+/** If the browser shows no notice, JupyterLab shows one for this many milliseconds. */
 const SHOWN = 20_000;
 
 type Model = Pick<IPoolModel, 'session' | 'changed'>;
@@ -21,7 +24,9 @@ export class StartNotices {
     _model.changed.connect(this._look, this);
   }
 
-  /** The notices for a model; the page has one such object for each model. */
+  /**
+   * Return the notices for a model. All calls with one model return the same object.
+   */
   static of(model: Model, trans: TranslationBundle): StartNotices {
     let found = all.get(model);
     if (!found) {
@@ -40,7 +45,8 @@ export class StartNotices {
   }
 
   /**
-   * Notify the user when this kernel starts; return a sentence about the form of the notice.
+   * Notify the user when this kernel starts. Resolves to a sentence that says where the
+   * notice will appear.
    *
    * Call this from a click, because a browser asks for permission only after a click.
    */

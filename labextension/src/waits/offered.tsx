@@ -1,7 +1,10 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What the user can do while a kernel waits; also fetches the broker's plan for it. */
+/**
+ * Shows what the user can do while a kernel waits, and fetches the broker's plan for
+ * the kernel.
+ */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 

@@ -16,14 +16,20 @@ import { ticker, useTick } from '../ticker';
 import { waitTime } from '../words';
 import { Offered } from './offered';
 
-/** The MIME type of the agent's line; other front ends show its HTML or text. */
+/**
+ * The MIME type of the agent's line. Other front ends show the HTML or the text of the
+ * same output.
+ */
 export const WAIT_TYPE = 'application/vnd.gpupool.wait+json';
 
 interface IWait {
   /** The session's id in the pool. */
   readonly session: string;
   readonly text: string;
-  /** The part of the text that gives the time of the wait; empty if no part does. */
+  /**
+   * The part of `text` about the time of the wait; empty if `text` does not give the
+   * time.
+   */
   readonly time: string;
   readonly hint: string;
 }
@@ -82,7 +88,8 @@ function Wait(props: {
   const session = useSession(model, wait.session);
   const queued = session?.state === 'queued';
   useTick(ticker, queued);
-  // Use the same figures as the chip and the panel, so that all show the same time.
+  // Replace the time in the agent's text, so that the cell, the chip and the panel show
+  // the same time.
   const text =
     queued && wait.time
       ? wait.text.replace(wait.time, () => waitTime(trans, session, model.now()))
@@ -97,8 +104,8 @@ function Wait(props: {
 }
 
 /**
- * The session `id`, if it belongs to this user; renders again at each change of the
- * pool.
+ * Return the session `id` if it belongs to this user, else null. Each change of the
+ * pool's sessions renders the component again.
  */
 function useSession(model: IPoolModel, id: string): ISession | null {
   const subscribe = React.useCallback(
@@ -121,7 +128,8 @@ export function waitFactory(
   return {
     safe: true,
     mimeTypes: [WAIT_TYPE],
-    // Use this type before HTML, which the same output has for other front ends.
+    // JupyterLab shows the type with the lowest rank. The output also has HTML for
+    // other front ends, so this rank must be below that of HTML.
     defaultRank: 10,
     createRenderer: () => new WaitOutput(model, trans)
   };

@@ -31,7 +31,7 @@ async function shoot(lab: Lab, name: string, selectors: string[]): Promise<void>
   await lab.page.screenshot({ path: path.join(FOLDER, `${name}.png`), clip });
 }
 
-/** Take the same picture with forced colours, which people with weak sight use. */
+/** Take a picture with forced colours, a setting that people with weak sight use. */
 async function contrast(lab: Lab, name: string, selectors: string[]): Promise<void> {
   await lab.page.emulateMedia({ forcedColors: 'active', colorScheme: 'dark' });
   await shoot(lab, name, selectors);
@@ -155,9 +155,9 @@ test('the pictures of all states and places are taken', async ({ browser }) => {
 });
 
 /**
- * Code that defines `batches`, which yields batches until the work ends, and `train`,
- * which uses one batch. The sleep imitates the time to load a batch. No test uses it to
- * wait.
+ * Python code for a notebook. It defines `batches`, a generator that yields batches
+ * until the work ends, and `train`, which trains with one batch. The `sleep` in it
+ * imitates the time to load a batch. No test waits by this `sleep`.
  */
 const TRAINING = (work: Work): string =>
   work.code.replace(

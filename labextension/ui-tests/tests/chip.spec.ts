@@ -46,7 +46,8 @@ test('the chip shows all states from no GPU to host memory', async ({ lab }) => 
   work.end();
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in (59|1:00):\d\d/);
 
-  // Copy slowly: on a busy machine the page may learn of a state half a second late.
+  // Make copies slow, so that each state lasts longer: on a busy machine the page may
+  // learn of a state half a second late.
   await ask('fault', { name: 'slow-copies', bandwidth: '512MiB/s' });
   await ask('options', { idle_timeout: 4 });
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in 0:0[123]$/);
@@ -66,8 +67,8 @@ test('two notebooks compete for one device', async ({ lab }) => {
   await ask('fresh', {
     ...STAYS_BUSY,
     emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s',
-    // On a slow machine the steps of this test take longer than a time slice. With time
-    // slices, the first notebook would then lose its slice and take it back.
+    // Switch time slices off. On a slow machine, this test takes longer than a time
+    // slice: the first notebook would lose its slice, and get it back later.
     preempt: []
   });
   const first = await lab.notebook('first');
@@ -105,8 +106,8 @@ test('the chip is short in a narrow bar, and arrow keys focus it', async ({ lab 
     notebook.chip.evaluate(chip => {
       const part = (name: string) => chip.querySelector(`.jp-gpupool-Chip-${name}`)!;
       const words = part('words').getBoundingClientRect();
-      // Only the visible form has its lower edge at the lower edge of the button's
-      // line.
+      // The chip shows its long form or its short form. Only the visible form has the
+      // same lower edge as the chip's words.
       const seen = (name: string) =>
         Math.abs(part(name).getBoundingClientRect().bottom - words.bottom) < 2;
       return {
@@ -127,8 +128,8 @@ test('the chip is short in a narrow bar, and arrow keys focus it', async ({ lab 
   await page.sidebar.close('right');
   await expect.poll(async () => (await line()).long).toBe(true);
 
-  // Change the toolbar while it is hidden: it then finds no visible item, and takes all
-  // items out of the tab order.
+  // Change the notebook's toolbar while the notebook is hidden. The toolbar then finds
+  // no visible item, and takes all its items out of the tab order.
   await lab.notebook('other', 'python3');
   await notebook.panel.locator('jp-toolbar.jp-NotebookPanel-toolbar').evaluate(bar => {
     bar.append(document.createComment('something'));
@@ -145,7 +146,7 @@ test('the chip is short in a narrow bar, and arrow keys focus it', async ({ lab 
 });
 
 test('an interrupt ends the wait, and the chip shows it', async ({ lab }) => {
-  // Without time slices, the kernel waits until the test ends.
+  // Switch time slices off. They could end the kernel's wait before the interrupt.
   await ask('options', { preempt: [] });
   await neighbour('one');
   await neighbour('two');

@@ -132,8 +132,8 @@ test('a kernel runs, suspends and restarts on another machine', async ({ browser
   await expect(own).not.toContainText('m1 does not answer');
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
 
-  // Run a cell that the restart will run again. Then fill m1, so that m0 has more free
-  // memory.
+  // Run a cell: the restart will run it again. Then fill the memory of m1, so that the
+  // restart chooses m0.
   await notebook.run(uses(64));
   await ask('fill', { machine: 'm1' });
   const item = 'Kernel>GPU Pool>Restart Where the Cluster Has Room…';

@@ -17,15 +17,16 @@ test('the panel shows devices, queue, kernels and host memory', async ({ lab }) 
   await expect(mine.chip).toHaveText(/^Idle/);
   await neighbour('batch', { gib: 7, hold: false });
   await ask('asks', { name: 'batch' });
-  // By now the neighbour has my device or waits for it, so my kernel or the neighbour
-  // is in the queue.
+  // The neighbour asks for 7 GiB, so the pool suspends my idle kernel and gives its GPU
+  // to the neighbour. This may still be under way when the panel opens.
   await lab.execute('gpupool:show-panel');
   await expect(panel.getByRole('heading', { name: 'GPU Pool' })).toBeVisible();
   await expect(panel.locator('.jp-gpupool-emulated').first()).toHaveText('EMULATED');
 
   const devices = panel.getByRole('img', { name: / in slices, / });
   await expect(devices).toHaveCount(2);
-  // Each slice has a line, so a user need not point at it. Root sees the owners' names.
+  // Each slice has a line of text, so a user can read about it without a mouse. Root
+  // also sees the owners' names.
   const on = (text: RegExp) =>
     panel
       .getByRole('list', { name: /^On GPU/ })
@@ -41,7 +42,8 @@ test('the panel shows devices, queue, kernels and host memory', async ({ lab }) 
     'aria-valuetext',
     /^1\.\d of 16 GiB/
   );
-  // Popover and panel say why the pool took the slice, and how the data come back.
+  // The popover and the panel say why the pool took the slice, and which call brings
+  // the data back.
   const kernels = panel.getByRole('region', { name: 'My kernels on this server' });
   await expect(kernels).toContainText(
     /The pool took this kernel’s slice while the kernel was idle: .+; the next CUDA call brings it back\./
@@ -134,7 +136,7 @@ test('the panel in a tab can shut down a kernel by keyboard', async ({ lab }) =>
   await expect(kernels).toContainText('alone.ipynb');
   await expect(kernels).not.toContainText('tab closed');
 
-  // Close the document without the question whether to save it.
+  // Close the notebook. `dispose` does not ask whether to save the document.
   await page.evaluate(() => {
     for (const widget of [...window.jupyterapp.shell.widgets('main')]) {
       if (widget.node.classList.contains('jp-NotebookPanel')) {
@@ -179,8 +181,8 @@ test('the admin’s page shows waste, and orders need a confirmation', async ({
   await expect(row('hog')).toContainText('7 GiB');
   await expect(row('small.ipynb')).toContainText(/Idle/);
   await page.evaluate(() => document.fonts.ready);
-  // If the page is too narrow for the table, the orders and the kernels' names stay
-  // visible.
+  // The page is too narrow for the table, so the table scrolls. The buttons and the
+  // kernels' names must stay visible.
   await page.sidebar.open('left');
   const inSight = { ratio: 1 };
   for (const side of ['left', 'right']) {
@@ -197,7 +199,8 @@ test('the admin’s page shows waste, and orders need a confirmation', async ({
     expect(await faults(page, '.jp-gpupool-admin'), theme).toEqual([]);
   }
 
-  // With high contrast the theme's colours disappear; words and edges stay.
+  // With forced colours, the browser replaces the theme's colours. Each button must
+  // still have a visible edge or an underline.
   for (const colorScheme of ['light', 'dark'] as const) {
     await page.emulateMedia({ forcedColors: 'active', colorScheme });
     expect(await faults(page, '.jp-gpupool-admin'), colorScheme).toEqual([]);
@@ -307,8 +310,8 @@ test('the admin’s page shows waste, and orders need a confirmation', async ({
     2
   );
 
-  // Give orders about a GPU with only the keyboard. The focus returns to the button, or
-  // to the button that replaces it.
+  // Give orders about a GPU with only the keyboard. When a dialog closes, the focus
+  // returns to the button that opened it, or to the button in its place.
   const gpu = (text: string) =>
     admin.getByRole('button', { name: `GPU 1: ${text}…`, exact: true });
   const order = async (text: string, title: string, accept: string): Promise<void> => {
@@ -349,8 +352,8 @@ test('the admin’s page shows waste, and orders need a confirmation', async ({
 
 test('the panel without a kernel asks when opened and on Refresh', async ({ lab }) => {
   await ask('fresh');
-  // Load a page that never had a pooled kernel. The old page sends one last request
-  // when it learns, perhaps late, that its kernels have ended.
+  // Load a new page, because the old page had pooled kernels. When the old page learns
+  // that its kernels have ended, it sends one more request, perhaps during this test.
   await lab.fresh();
   const before = lab.traffic.length;
   const asked = () => lab.traffic.slice(before).map(line => line.split(' ')[0]);
@@ -382,7 +385,8 @@ test('the panel shows 64 devices in 300 pixels', async ({ lab }) => {
   await page.keyboard.press('Enter');
   await expect(cells.last()).toHaveAttribute('aria-expanded', 'true');
   await expect(panel.getByRole('img', { name: / in slices, / })).toHaveCount(1);
-  // The last hour has one graph for all devices, and one for each device on demand.
+  // "Last hour" shows graphs for all devices together. A button adds the graphs of each
+  // device.
   const hour = panel.getByRole('region', { name: 'Last hour' });
   await expect(hour.getByRole('img')).toHaveCount(3);
   await hour.getByRole('button', { name: 'Each GPU' }).click();

@@ -25,13 +25,14 @@ test('the popover accepts a new size but none above the limit', async ({ lab }) 
   await expect(popover).toContainText('Current request: 3 GiB.');
   expect((await session(notebook.kernelId))?.request.memory).toBe(3 * GiB);
 
-  // The page itself refuses more than the limit per GPU.
+  // The page itself refuses a request above the limit per GPU, which is 7 GiB.
   await field.fill('9');
   await popover.getByRole('button', { name: 'Ask for it' }).click();
   await expect(popover.getByRole('alert').first()).toContainText('7 GiB');
   expect((await session(notebook.kernelId))?.request.memory).toBe(3 * GiB);
 
-  // Without this limit, the largest device is the bound.
+  // Without `max_memory_per_kernel`, a user may ask for as much as the largest device
+  // has.
   await ask('options', { max_memory_per_kernel: null });
   await lab.execute('gpupool:refresh');
   await expect(popover).toContainText('You may ask for up to 7.8 GiB per GPU.');
@@ -133,8 +134,8 @@ test('a pending release is shown, and a keep cancels it', async ({ lab }) => {
 });
 
 test('the popover says why a kernel waits', async ({ lab }) => {
-  // With one class for all, the notebook would come first, because it has used no GPU
-  // yet.
+  // Give the neighbour `ahead` a higher class than the notebook. In the same class, the
+  // notebook would be first in the queue, because it has used no GPU yet.
   await ask('fresh', {
     priority_classes: { batch: 0, interactive: 10 },
     default_priority: 'batch',
@@ -157,7 +158,7 @@ test('the popover says why a kernel waits', async ({ lab }) => {
   await ask('leave', { name: 'ahead' });
   await expect(why).toContainText('It is 1st of 1 in the queue: ');
   await expect(why).not.toContainText('Ahead of it');
-  // End both neighbours, because the notebook may wait for either device.
+  // End both neighbours: the notebook may wait for the device of `one` or of `two`.
   await ask('leave', { name: 'one' });
   await ask('leave', { name: 'two' });
   await expect(notebook.chip).toHaveText(/^Idle/);
@@ -199,8 +200,8 @@ test('the popover works by keyboard alone', async ({ lab }) => {
 for (const theme of ['JupyterLab Light', 'JupyterLab Dark']) {
   test(`no accessibility fault in chip and popover, ${theme}`, async ({ lab }) => {
     await lab.theme(theme);
-    // Use another file for each theme: an open notebook keeps its kernel, which a new
-    // broker does not know.
+    // Open a new notebook file for each theme. A notebook that is still open keeps its
+    // old kernel, and a new broker does not know this kernel.
     const notebook = await lab.notebook(theme.replaceAll(' ', '-'));
     await notebook.run(uses(64));
     await expect(notebook.chip).toHaveText(/^Idle/);

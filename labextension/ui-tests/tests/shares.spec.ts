@@ -97,7 +97,7 @@ test('group, share and the rest of the daily budget are shown', async ({ lab }) 
   expect(await faults(page, '.jp-gpupool-panel')).toEqual([]);
   await page.sidebar.close('right');
 
-  // If little of the budget is left, the chip itself shows the rest.
+  // If little of the budget is left, the chip itself shows how much.
   await ask('options', { ...ONE, ...groups(2) });
   const work = new Work('shares');
   await notebook.run(work.code, false);
@@ -157,8 +157,9 @@ test('popover, command and magic agree on groups and shares', async ({ lab }) =>
   await ask('leave', { name: 'phy' });
   await ask('leave', { name: 'colleague' });
   await expect(late.output).toContainText('Your group is bio.');
-  // The slice was in use when the cell ran, and is idle now. The group's use may also
-  // have changed.
+  // Two things may have changed since the cell ran. The slice is idle now, so skip the
+  // lines about its state. The group's use may have crossed its share, so hide the
+  // word for that.
   const lasting = (text: string): string =>
     still(text).replace(/, (above|below|exactly) its/g, ', ± its');
   const shown = lasting(await late.output.innerText());

@@ -31,15 +31,15 @@ async function scene(
   await before(beta);
   await beta.run(`print("before")\n%gpu 6GiB${uses(64)}print("ran")`, false);
   await expect(beta.chip).toHaveText(/^Waiting/);
-  // Wait for this line: the kernel reports an interrupt of the wait only after it shows
-  // the line.
+  // Wait for the kernel's line about the wait. Without this line, the kernel would not
+  // report that an interrupt ended the wait.
   await expect(beta.output).toContainText('Waiting for a GPU slice of 6 GiB');
   return [alpha, beta, work];
 }
 
 /**
- * Record the browser's notifications from now on. Returns a function that returns all
- * notifications so far.
+ * Record the browser's notifications. Returns a function. Each call of the function
+ * returns all notifications since the start of the recording.
  */
 async function notified(lab: Lab): Promise<() => Promise<string[]>> {
   await lab.page.evaluate(() => {
@@ -84,8 +84,8 @@ test('the keyboard starts a waiting cell with less memory', async ({ lab }) => {
   expect(await faults(page, '.jp-gpupool-Popover')).toEqual([]);
   await page.keyboard.press('Escape');
 
-  // While a button has the focus, the buttons get Tab and Enter, and the notebook does
-  // not.
+  // While a button has the focus, Tab and Enter act on the buttons and not on the
+  // notebook.
   await start.focus();
   await page.keyboard.press('Tab');
   await expect(beta.output.getByRole('button', { name: 'Stop waiting' })).toBeFocused();
@@ -174,7 +174,8 @@ for (const place of ['popover', 'panel'] as const) {
     expect((await session(beta.kernelId))?.request.memory).toBe(4 * GiB);
     await close();
     work.end();
-    // The toolbar of a hidden notebook may have moved the chip into its overflow.
+    // Show the notebook first. While it is hidden, its toolbar may move the chip into
+    // the overflow menu.
     await alpha.activate();
     await expect(alpha.chip).toHaveText(/^In host memory/);
   });
@@ -202,7 +203,7 @@ test('from the start of a wait, all places show the same time', async ({ lab }) 
   await page.sidebar.setWidth(300, 'right');
   await beta.chip.click();
   await expect(lab.popover).toContainText(/There is no estimate yet|there is no/);
-  /** The figures of all places, read at the same instant. */
+  /** Return the figure that each place shows, all read at the same instant. */
   const look = (): Promise<Record<string, string>> =>
     page.evaluate(() => {
       const figure = (text: string): string =>
@@ -225,8 +226,8 @@ test('from the start of a wait, all places show the same time', async ({ lab }) 
     });
   const told = new Set<string>();
   /**
-   * Read the figures until all places show the same one: the page draws all places
-   * within one or two frames.
+   * Read the figures again and again until all places show the same figure, and return
+   * it. The page needs one or two frames to draw a new figure in all places.
    */
   const agree = async (): Promise<string> => {
     let figures: string[] = [];
@@ -241,7 +242,8 @@ test('from the start of a wait, all places show the same time', async ({ lab }) 
       .toBe(1);
     return figures[0]!;
   };
-  // All places show the time from the first seconds on, and count it in steps.
+  // All places show how long the cell has waited. The time grows in steps: of 1 s below
+  // 10 s, of 10 s below a minute, then of a minute.
   await expect
     .poll(async () => told.add(await agree()).size, { intervals: [200] })
     .toBeGreaterThan(2);
@@ -251,8 +253,8 @@ test('from the start of a wait, all places show the same time', async ({ lab }) 
     expect.stringMatching(/^Waiting: 1st, for [1-9] s, no estimate yet$/)
   );
 
-  // The command line shows the same time: its figure lies between two readings of the
-  // chip.
+  // The command line shows the same time: its figure lies between the chip's figure
+  // before the command and the chip's figure after it.
   const chip = async (): Promise<string> => (await look())['chip']!;
   const seconds = (figure: string): number =>
     parseInt(figure) * (figure.endsWith('min') ? 60 : 1);

@@ -14,16 +14,16 @@
 enum nvml_call {
     NVML_CALL_PASSES,  /* make the call */
     NVML_CALL_COUNTED, /* make the call, then call gpupool_nvml_leave() */
-    NVML_CALL_FAILS,   /* the call would block, and the wait for the slice failed, because an
-                        * interrupt ended the wait or no broker answers */
+    NVML_CALL_FAILS,   /* the call would block, and the wait for the slice failed: an interrupt
+                        * ended the wait, or no broker answers */
     NVML_CALL_ENDS,    /* the call would block, and either the process is ending or `waits` is
                         * false */
 };
 
-/* The facade calls this function before every NVML call. The guard counts only the calls of the
- * main thread. Only they wait: if the process is suspended and `waits` is true, the function waits
- * for the resume. `seen`: the page that the facade has mapped, or NULL. The guard uses this page
- * until the guard itself has mapped the page. */
+/* The facade calls this function before every NVML call. The guard counts the main thread's calls,
+ * and no others. If the process is suspended and `waits` is true, a call of the main thread waits
+ * here for the resume. `seen`: the page that the facade has mapped, or NULL. The guard uses this
+ * page until the guard itself has mapped the page. */
 EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits);
 EXPORTED void gpupool_nvml_leave(void);
 

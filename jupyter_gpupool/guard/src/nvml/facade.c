@@ -54,8 +54,8 @@ const char gpupool_guard[] = FIND_MARK " nvml";
 #define HIDDEN __attribute__((visibility("hidden")))
 
 extern HIDDEN void *nvml_real[]; /* in nvml_gen.S; load() fills it */
-/* The entry points test this byte. load() sets it to zero if the process does not have the
- * guard. */
+/* If this byte is not zero, the entry points call nvml_enter() first. load() sets it to zero in a
+ * process without the guard. */
 HIDDEN uint8_t nvml_slow = 1;
 static const struct page *page;
 static bool loaded;
@@ -113,8 +113,8 @@ static void load(void)
     __atomic_store_n(&loaded, true, __ATOMIC_RELEASE);
 }
 
-/* Whether the call waits for events. Its caller chooses how long, so a suspend must not wait for
- * it. */
+/* Whether the call waits for events. The program chooses how long such a call may take, so a
+ * suspend must not wait for the call. */
 static bool waits_for_events(int index)
 {
     return index == N_nvmlEventSetWait || index == N_nvmlEventSetWait_v2 || index == N_nvmlEventSetWait_v3 ||
@@ -126,8 +126,9 @@ HIDDEN void nvml_leave(void)
     guard.leave();
 }
 
-/* Called before the driver's function. Returns GO_ON, or GO_ON_COUNTED, or the result of the call.
- * After GO_ON_COUNTED, the caller must call nvml_leave() after the driver's function. */
+/* Called before the driver's function. Returns GO_ON, GO_ON_COUNTED, or the result to return to the
+ * application. After GO_ON_COUNTED, the caller calls the driver's function and then
+ * nvml_leave(). */
 HIDDEN int nvml_enter(int index)
 {
     load();
@@ -169,8 +170,8 @@ static int ordinal_of(device d)
     return -1;
 }
 
-/* Report the bytes that the session uses and the bytes that it may still use. Tools expect that
- * their sum is the total. */
+/* Fills *out with the memory of the slice; returns false if the page has no figures for the device.
+ * Tools expect that `used` and `free` add up to `total`. */
 static bool slice(device d, unsigned long long real_total, struct memory *out)
 {
     struct slice_memory m;

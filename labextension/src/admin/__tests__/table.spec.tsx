@@ -32,7 +32,8 @@ const dialog = () =>
   }, PATIENCE);
 
 /**
- * Press a button of the dialog. Unless the dialog `stays`, wait until it disappears.
+ * Press a button of the dialog. Then wait until the dialog disappears; with `stays`, do
+ * not wait.
  */
 async function answer(accept: boolean, stays = false): Promise<void> {
   const shown = await dialog();
@@ -132,7 +133,7 @@ describe('the page of admins', () => {
     within(await dialog()).getByText(/^Type a whole number of minutes/);
     await answer(true, true);
     expect(asked).toEqual([]);
-    // The dialog stays open until it has a valid number, or the admin cancels.
+    // The dialog stays open until the admin types a valid number or cancels.
     within(await dialog()).getByText(/^Type a whole number of minutes/);
     await answer(false);
     expect(asked).toEqual([]);
@@ -169,7 +170,8 @@ describe('the page of admins', () => {
     await press('Let late.ipynb keep its slice');
     await told('late.ipynb: Done: keep bb');
     jest.useFakeTimers();
-    // The timer starts with the answer, so give the order again, now with fake timers.
+    // The timer that removes an answer starts when the answer appears. The first answer
+    // has a real timer, so give the order again with fake timers.
     await press('Let late.ipynb keep its slice');
     act(() => jest.advanceTimersByTime(OLD));
     expect(screen.getByRole('status').textContent).toBe('');
@@ -219,11 +221,11 @@ describe('the page of admins', () => {
     };
     becomes({ ...view(sessions()), maintenance: [order] });
     expect(document.activeElement).toBe(button('GPU 0: Put back…'));
-    // Now the focus is on another button, which is at the same place on the page.
+    // The row of the focused button disappears, so the page's element gets the focus.
     button('Shut down late.ipynb').focus();
     becomes({ ...view(sessions().slice(0, 1)), maintenance: [order] });
     expect(document.activeElement?.className).toBe('jp-gpupool-adminPage');
-    // If the admin works elsewhere on the page, the focus stays there.
+    // If an element outside the admin's page has the focus, it keeps the focus.
     button('Shut down work.ipynb').focus();
     const elsewhere = document.body.appendChild(document.createElement('button'));
     elsewhere.focus();

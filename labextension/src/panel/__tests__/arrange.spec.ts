@@ -180,7 +180,7 @@ describe('Arranger', () => {
   });
 
   it('a kernel on another machine is listed only in "My kernels"', () => {
-    // Machines of the same model may give emulated devices the same UUIDs.
+    // Emulated devices on two machines may have the same UUID, such as `GPU-0` here.
     const far = { machine: 'gpu2', suspended_bytes: GIB } as const;
     const view = pool(
       [device(0)],

@@ -73,7 +73,7 @@ export class FakeModel implements IPoolModel {
   time = NOW;
   refreshed = 0;
   readonly asked: string[] = [];
-  /** The broker's plan for each waiting kernel; null: the broker does not answer. */
+  /** The answer to each request for a plan; null if the broker does not answer. */
   plan: IExplanation | null = null;
   answer: () => Promise<{ note: string }> = () => Promise.resolve({ note: 'Done.' });
   readonly changed: Signal<IPoolModel, Change> = new Signal(this);

@@ -92,12 +92,17 @@ function show(
 /** Matches the pictures of devices, but not the graphs of the last minutes. */
 const BARS = { name: /^GPU \d+, / };
 const region = (name: string) => within(screen.getByRole('region', { name }));
-/** The time of day on this machine's clock, `seconds` from now. */
+/**
+ * The text for the time of day that is `seconds` after now, on this machine's clock.
+ */
 const clockAt = (seconds: number) =>
   words.timeOfDay(trans, new Date(Date.now() + seconds * 1000));
 const queued = { ...NOTHING, state: 'queued' } as const;
 
-/** A fixed time, because the text of a time depends on the day and the minute. */
+/**
+ * The time at which each test starts. It is fixed, because the text of a time depends
+ * on the day and the minute.
+ */
 const NOON = new Date(2026, 10, 21, 12, 0, 30);
 
 beforeEach(() => {
@@ -176,7 +181,8 @@ describe('the header', () => {
     banner.getByText('This panel tries again by itself.');
     screen.getByText(`Last update: ${clockAt(0)}.`);
     screen.getByRole('img', BARS);
-    // The toolbar announces that the broker is away, so the panel does not.
+    // A kernel runs, so the chip in its toolbar announces that the broker is away. The
+    // panel does not announce it a second time.
     expect(banner.queryByRole('status')).toBeNull();
     expect(screen.queryByRole('alert')).toBeNull();
     again(null);
@@ -187,8 +193,8 @@ describe('the header', () => {
   it('the header announces no retry if the page does not retry', () => {
     const broker = { status: 'away', message: 'Off.', nextStep: '' } as const;
     show(null, { broker, live: false });
-    // Without a kernel, the toolbar does not announce that the broker is away, so the
-    // panel does.
+    // No kernel runs, so no toolbar announces that the broker is away. The panel
+    // announces it.
     within(screen.getByRole('status')).getByText('No answer from the GPU pool');
     expect(screen.queryByText('This panel tries again by itself.')).toBeNull();
     screen.getByRole('button', { name: 'Refresh' });
@@ -267,7 +273,7 @@ describe('the header', () => {
   });
 
   it('the header shows the view’s age, and fetches on demand', async () => {
-    // The view is a quarter of an hour old, and the broker's clock has continued.
+    // The view is 900 s old: the broker's clock now shows `NOW + 900`.
     const { model } = show(pool([device(0)]), { live: false, time: NOW + 900 });
     screen.getByText(`Last update: ${clockAt(-900)}.`);
     screen.getByText(/^No Pooled GPU kernel is open\./);

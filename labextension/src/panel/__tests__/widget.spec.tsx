@@ -112,7 +112,8 @@ describe('PanelWidget', () => {
     attach(panel);
     screen.getByRole('button', { name: 'Release the slice of label of a' });
     screen.getByText('1 GPU · 1 kernel has a slice · 0 wait');
-    // The kernel's end closes the connection, often before a message reports the end.
+    // When the last kernel ends, the page closes its websocket, often before a message
+    // reports the end. So the view still contains the kernel.
     model.live = false;
     drawn(() => model.changed.emit({ all: true }));
     expect(screen.queryByText('label of a')).toBeNull();
@@ -138,7 +139,8 @@ describe('PanelWidget', () => {
     const { panel, past, model, documents } = made();
     attach(panel);
     const update = jest.spyOn(panel, 'update').mockImplementation(() => undefined);
-    // A disposed widget never draws, so check that the signals do not reach it at all.
+    // A disposed widget never draws, even if it still gets signals. So check that a
+    // signal causes no call of `update` or `isVisible`.
     const asked = jest.spyOn(panel, 'isVisible', 'get').mockReturnValue(true);
     model.changed.emit({ all: true });
     documents.changed.emit();

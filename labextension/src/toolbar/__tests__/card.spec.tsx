@@ -62,7 +62,8 @@ const status = () =>
     .getAllByRole('status')
     .map(node => node.textContent)
     .join('');
-// The limit is a capacity as drivers report it, which is not a whole number of MiB.
+// Drivers report capacities that are not a whole number of MiB. This limit is such a
+// capacity.
 const burst = { ...session().request, limit: 12.04 * GIB };
 
 describe('the popover', () => {
@@ -361,8 +362,8 @@ describe('a release or a keep', () => {
     press('Release now');
     await waitFor(() => expect(status()).toContain('when the running cell is done'));
     expect(model.client.release).toHaveBeenCalledWith('k1');
-    // The answer belongs to the old state, so it disappears once the user has had time
-    // to read it.
+    // The answer is about the old state. After `READ` milliseconds the user has had
+    // time to read it, so it disappears.
     jest.useFakeTimers();
     act(() => model.becomes(detached));
     act(() => jest.advanceTimersByTime(READ));

@@ -64,13 +64,17 @@ const heard = (widget: Widget) =>
   widget.node.querySelector('[role=status]')?.textContent;
 const dialog = () => document.querySelector<HTMLElement>('[role=dialog]');
 
-/** Run `act`, and wait for the render that Lumino schedules. */
+/**
+ * Run `does`, and wait until `holds` no longer throws, because Lumino renders later.
+ */
 async function until(does: () => void, holds: () => void): Promise<void> {
   act(does);
   await waitFor(holds);
 }
 
-/** Open the popover; check that it gets the focus only after its label exists. */
+/**
+ * Open the popover, and check that its label exists when the popover gets the focus.
+ */
 async function opened(from: HTMLElement): Promise<HTMLElement> {
   const focus = jest.spyOn(HTMLElement.prototype, 'focus');
   focus.mockImplementationOnce(function (this: HTMLElement) {
@@ -164,13 +168,15 @@ describe('the chip', () => {
     const toolbar = document.createElement('jp-toolbar');
     document.body.append(toolbar);
     toolbar.append(widget.node);
-    // First, a toolbar that cannot check its items again.
+    // Without `reduceFocusableElements`, the toolbar cannot put the chip into the tab
+    // order. So the chip sets its `tabIndex` itself.
     Object.assign(toolbar, { reduceFocusableElements: undefined });
     drawn(() => widget.hide());
     button().tabIndex = -1;
     drawn(() => widget.show());
     expect(button().tabIndex).toBe(0);
-    // Then, a toolbar that can: the chip asks it to check again.
+    // With `reduceFocusableElements`, the chip calls this method when the chip becomes
+    // visible.
     const looks = jest.fn();
     Object.assign(toolbar, { reduceFocusableElements: looks });
     drawn(() => widget.hide());

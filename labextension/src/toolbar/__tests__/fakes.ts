@@ -1,7 +1,10 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A fake pool and a fake notebook. Tests set their views and emit their signals. */
+/**
+ * Fakes of the pool's model and of a notebook's session context. Tests set the fields
+ * of the fakes and emit their signals.
+ */
 import { Signal } from '@lumino/signaling';
 
 import {

@@ -16,7 +16,8 @@ import {
 
 const made: KernelWatch[] = [];
 
-// All tickers share one timer, so end all of them before the next test.
+// All tickers share one timer. So dispose the watches after each test; otherwise they
+// would still tick in the next test.
 afterEach(() => made.splice(0).forEach(watch => watch.dispose()));
 
 function watching(
@@ -209,7 +210,8 @@ describe('a kernel on another machine', () => {
 
   function at(changes: object, more: object = {}) {
     const model = new FakeModel(session({ ...far, ...changes }));
-    // The machine of the server has no GPU, and its pool is paused.
+    // The kernel runs on another machine. It does not matter that the server's own
+    // machine has no GPU and that its pool is paused.
     model.view = {
       ...model.view!,
       devices: [],
