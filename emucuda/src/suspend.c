@@ -135,9 +135,9 @@ CUresult suspend_out(void)
     struct fault fault;
     uint64_t moved = 0, start = now_ns();
     if (__atomic_load_n(&driver.slot->managed, __ATOMIC_ACQUIRE))
-        return CUDA_ERROR_NOT_SUPPORTED; /* no managed memory: CRIU plugins/cuda/README.md */
+        return CUDA_ERROR_NOT_SUPPORTED; /* managed memory: see plugins/cuda/README.md of CRIU */
     if (__atomic_load_n(&driver.slot->shared, __ATOMIC_ACQUIRE))
-        return CUDA_ERROR_NOT_SUPPORTED; /* no exports and imports: see share.c */
+        return CUDA_ERROR_NOT_SUPPORTED; /* exported or imported memory: see share.c */
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].charged && fault_active(FAULT_DEVICE_LOST, getpid(), (int)driver.device[i].physical, NULL))
             return CUDA_ERROR_LAUNCH_FAILED;

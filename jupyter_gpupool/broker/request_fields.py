@@ -358,12 +358,15 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     "order": ({"node": Text(), "credential": CREDENTIAL}, {}),
     # on a machine of a cluster: show the cluster's machines. ok: name (of this machine), own (the
     # summary of this machine), connected (whether the ledger answers), age (seconds since the last
-    # report that the ledger has answered, or null), view (of the ledger; null if the ledger does
-    # not answer). A view has: serving, left_out (the number of machines that did not fit into the
-    # message), nodes. A node has: name, state, age (seconds since its last report), summary (or
-    # null), counted (how much of the peer's limits the node may use: rows of kind, name, resource,
-    # window, amount). A summary has ``sessions`` (the number of the peer's sessions) and ``gpus``
-    # (the model and the free bytes of each GPU). Both are null if they did not fit into the message
+    # of this machine's reports to which the ledger has answered; null if there is no such report),
+    # view (what the ledger knows; null if the ledger does not answer).
+    #   A view has: serving, left_out (the number of machines that did not fit into the message),
+    # nodes.
+    #   A node has: name, state, age (seconds since its last report), summary (or null), counted
+    # (the part of the peer's limits that the node may use). ``counted`` has rows of kind, name,
+    # resource, window and amount.
+    #   A summary has: sessions (the number of the peer's sessions), gpus (the model and the free
+    # bytes of each GPU). Both are null if they did not fit into the message
     "cluster": ({}, {}),
     # on a machine of a cluster: show what the other machines have for a session that waits. ok:
     # machines (sentences about each other machine: how much of the session's limits it has, and

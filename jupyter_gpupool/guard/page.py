@@ -434,7 +434,7 @@ class Page:
         self._write(CONTENDED_AT, bytes([contended]))
 
     def set_sees(self, slot: Slot, sees: Sequence[int]) -> None:
-        """Write the names of the devices that a process sees, after the broker has moved it."""
+        """Write which devices a process sees, once the broker has moved the process."""
         values = [*sees, *[SEES_NONE] * (DEVICES - len(sees))]
         self._write(_at(slot) + SEES_AT, struct.pack(f"<{DEVICES}Q", *values))
 

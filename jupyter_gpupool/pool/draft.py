@@ -145,8 +145,8 @@ class Known:
     def __init__(self) -> None:
         #: The answers of :meth:`Draft.reach`.
         self.reaches: dict[tuple[Where, int | None], list[int]] = {}
-        #: For kinds of requests for which the search must fail: for which owners it fails, and the
-        #: reason; see :mod:`.reach`.
+        #: The key is a kind of request for which the search must fail. The value says for which
+        #: owners the search fails, and why; see :mod:`.reach`.
         self.hopeless: dict[object, tuple[float, float, Reason]] = {}
         #: The answer of :meth:`Draft.most_free`.
         self.most_free: int | None = None

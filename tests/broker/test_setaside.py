@@ -94,7 +94,7 @@ def test_next_broker_restores_what_a_pause_suspended(driver, kernel):
 def test_incomplete_pause_survives_a_killed_broker(driver, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
-    driver.faults.clear()  # the driver does not suspend the next process that calls cuInit
+    driver.faults.clear()  # the driver cannot suspend a process that has only called cuInit
     with_files = kernel(memory=BIG, launch=False)
     env = {**environment(driver.folder), **without_guard({**os.environ, **with_files.env})}
     with subprocess.Popen(

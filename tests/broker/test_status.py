@@ -107,7 +107,7 @@ def test_pending_release_is_shown_and_cancelled_by_keep(make):
         assert broker.session(kernel.session)["release_asked"] is False
 
 
-def test_idle_kernel_needs_room_for_its_use_not_its_slice(make):
+def test_idle_kernel_needs_host_memory_for_its_use_only(make):
     """Host memory has room for what both kernels use, but not for both slices."""
     broker = make(emulate=MACHINE, host_memory="340MiB", sample_interval=0.1)
     use = (16 + 32) * MiB

@@ -147,7 +147,7 @@ def _grouped(results: dict[str, str]) -> dict[str, Any]:
 def lookup(table: dict[str, dict[str, Any]]) -> Callable[[str, str], str]:
     """Return a function that finds a result in a table of :func:`calls`.
 
-    The arguments of this function are a kind of call, and "NAME" or "NAME NUMBER".
+    The returned function takes a kind of call and a question, "NAME" or "NAME NUMBER".
     """
     named = {
         kind: {name: result for result, names in group.items() if names != OTHERS for name in names}

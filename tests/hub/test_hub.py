@@ -87,7 +87,7 @@ def test_two_users_of_a_hub_share_one_gpu_through_restarts(site):
     hub, broker, ada, bob = site
     path = hub.spawn(ada)
     mine = hub.kernel(path)
-    theirs = hub.kernel(hub.spawn(bob, "second"))  # the named server belongs to the same user
+    theirs = hub.kernel(hub.spawn(bob, "second"))  # bob's named server: its kernels are bob's
     mine.run("%gpu 300MiB")
     mine.run(FILL % 7)
     theirs.run(FILL % 9)  # the GPU has room for one kernel: the first one is suspended

@@ -130,7 +130,7 @@ def test_pinned_session_shows_its_own_reason(make):
     assert told(lab) == ""
 
 
-def test_device_without_suspend_is_the_reason():
+def test_idle_kernel_stays_if_its_device_cannot_suspend():
     lab = Lab(device(0, can_suspend=False), idle_timeout=60.0)
     lab.running("a")
     lab.drop("a")

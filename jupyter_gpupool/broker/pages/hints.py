@@ -71,7 +71,7 @@ class Rooms:
             self.refresh_soon()
 
     def refresh_soon(self) -> None:
-        """Write every changed figure soon, in short parts."""
+        """Soon write each changed figure into its page; work in short steps."""
         self._due.update(dict.fromkeys(self._growing))
         if self._due and self._later is None:
             self._later = asyncio.get_running_loop().call_later(REST, self._refresh)

@@ -106,7 +106,8 @@ bool gate_lets(bool use);
 /* Wait until the gate lets a call through, without counting the call. Returns 0, or the error for
  * the application. */
 CUresult gate_pass(void);
-/* Called once, at the first call of a session's process. */
+/* Registers what must happen when the process exits. The guard does this once, at the first CUDA
+ * call of a session's process. */
 void gate_at_exit(void);
 /* Whether the process is ending. Then no call may wait for a lease. */
 bool gate_ends(void);
@@ -346,9 +347,9 @@ void broker_home(void); /* asks the broker to write to the page the devices that
 /* ---- a broker that has died (revive.c) */
 
 void revive_remember(void);
-/* Starts the user's own broker if it has died. Only one thread does so at a time. Returns for how
- * many nanoseconds in total a call may wait while no broker listens; 0 if the last attempts to
- * start a broker have failed. */
+/* Starts the user's own broker if it has died. Only one thread does so at a time. Returns the
+ * longest total time in nanoseconds that a call may wait while no broker listens. This time is 0 if
+ * the last attempts to start a broker have failed. */
 uint64_t revive(const char *socket);
 
 #pragma GCC visibility pop

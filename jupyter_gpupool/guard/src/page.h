@@ -59,8 +59,8 @@ enum slot_flags {
                           * moves with the session */
 
 /* ``landing`` of a slot: how far the process has moved from the devices that it saw at cuInit to
- * the devices of the slice (landing.c). During the move, none of its calls reaches the driver. The
- * guard or the broker writes a value, as its comment says. */
+ * the devices of the slice (landing.c). During the move, none of its calls reaches the driver.
+ * "(guard)" or "(broker)" after a value says which of the two writes the value. */
 enum slot_landing {
     LANDING_NONE = 0,    /* no landing, or the landing has ended */
     LANDING_BEGUN = 1,   /* the process may have contexts on devices where the session has no
