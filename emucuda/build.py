@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        compile(options.out, sanitize=options.sanitize)
+        compile(options.out, sanitize=options.sanitize, strict=False)
     except CompilerMissing as error:
         print(error, file=sys.stderr)
     except subprocess.CalledProcessError as error:

@@ -97,7 +97,7 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
         problems = found["problems"] if isinstance(found, dict) and "problems" in found else ()
         if line["outcome"] == "passed" and (found is None or problems):
             line["outcome"] = "failed"  # the item reported nothing, or reported a problem
-        elif found is not None:
+        if found is not None:
             line["tests" if item.tests else "result"] = found
         if line["outcome"] != "passed":
             line["output"] = log.read_text(errors="replace")[-40000:]

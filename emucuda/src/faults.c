@@ -120,13 +120,15 @@ static void read_env(void)
     free(copy);
 }
 
-static bool same_fault_lost(const struct fault_table *table, unsigned device)
+/* Returns the fault by which the device is lost, or NULL. Of several faults the last one counts. */
+static const struct fault *loss_of(const struct fault_table *table, unsigned device)
 {
+    const struct fault *found = NULL;
     for (unsigned i = 0; i < table->count; i++)
         if (table->fault[i].kind == FAULT_DEVICE_LOST &&
             (table->fault[i].device < 0 || table->fault[i].device == (int64_t)device))
-            return true;
-    return false;
+            found = &table->fault[i];
+    return found;
 }
 
 /* With the lock held: reads the faults file into the shared table. */
@@ -146,13 +148,10 @@ static void load_file(const struct stat *st, int fd)
             if (machine->faults.fault[k].id == table.fault[i].id)
                 table.fault[i].used = machine->faults.fault[k].used;
     for (unsigned d = 0; d < machine->spec.count; d++) {
-        if (!same_fault_lost(&table, d) || same_fault_lost(&machine->faults, d))
+        const struct fault *loss = loss_of(&table, d);
+        if (!loss || loss_of(&machine->faults, d))
             continue;
-        uint32_t code = 79; /* Xid 79: the GPU has fallen off the bus */
-        for (unsigned i = 0; i < table.count; i++)
-            if (table.fault[i].kind == FAULT_DEVICE_LOST && table.fault[i].code)
-                code = table.fault[i].code;
-        machine->xid_code[d] = code;
+        machine->xid_code[d] = loss->code ? loss->code : 79; /* the GPU has fallen off the bus */
         machine->xid_sequence[d]++;
     }
     machine->faults = table;

@@ -122,7 +122,7 @@ def test_broker_raises_its_descriptor_limit_to_the_hard_limit(broker):
     assert soft == hard >= resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
-def test_living_process_is_alive_when_no_file_can_be_opened():
+def test_living_process_is_alive_when_no_file_can_be_opened(monkeypatch):
     me = identify(os.getpid())
     gone = procfs.ProcessId((1 << 22) + 1, 5)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -133,14 +133,14 @@ def test_living_process_is_alive_when_no_file_can_be_opened():
         with suppress(OSError):
             while True:
                 opened.append(os.open("/dev/null", os.O_RDONLY))
-        # In the first round, ``procfs`` can still use its spare descriptor. In the second round,
-        # it has no descriptor at all.
-        for _ in range(2):
-            assert procfs.presence(me) == "alive"
-            assert procfs.identify(os.getpid()) in (me, None)
-            assert procfs.presence(gone) == "gone"
-            with suppress(OSError):
-                opened.append(os.dup(0))
+        assert procfs.presence(me) == "alive"
+        assert procfs.identify(os.getpid()) == me
+        assert procfs.presence(gone) == "gone"
+        # Now ``procfs`` has no spare descriptor and cannot get one.
+        monkeypatch.setattr(procfs, "spare", type(procfs.spare)())
+        assert procfs.presence(me) == "alive"
+        assert procfs.identify(os.getpid()) is None
+        assert procfs.presence(gone) == "gone"
     finally:
         for descriptor in opened:
             os.close(descriptor)

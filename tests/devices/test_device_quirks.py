@@ -474,6 +474,23 @@ async def test_undone_suspend_is_restored_only_with_enough_room(emulated, waitin
         assert await target.child("digest", 2) == theirs
 
 
+async def test_landed_says_that_a_process_is_still_suspended(emulated):
+    """restore-keeps-state: the driver refuses the restore, but keeps the state."""
+    machine = emulated(ONE)
+    machine.faults.set("restore-keeps-state")
+    async with machine.started() as (service, devices), machine.target() as target:
+        digest = await filled(target)
+        outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
+        assert outcome.status == "suspended", outcome
+        machine.faults.set("restore-failed", pid=target.pid)
+        found, trouble = await service.landed(target.root, session=SESSION)
+        assert found == "checkpointed"
+        assert f"Process {target.pid} is not back on its GPU yet" in trouble
+        machine.faults.clear("restore-failed")
+        assert await service.landed(target.root, session=SESSION) == ("checkpointed", "")
+        assert await target.do("digest", 1) == digest
+
+
 async def until_taken(thief, suspending):
     """Let ``thief``, a process outside the pool, take the memory that the suspended child freed."""
     while True:

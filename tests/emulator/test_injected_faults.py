@@ -107,6 +107,19 @@ def test_lost_device_ends_its_contexts(trio):
     assert worker.do("_ = n.nvmlDeviceGetIndex(handle(0))") == 0
 
 
+def test_each_lost_device_reports_its_own_xid(trio):
+    machine, _, worker = trio
+    worker.do("events = n.nvmlEventSetCreate()")
+    for device in (0, 1):
+        xids = f"handle({device}), n.nvmlEventTypeXidCriticalError, events"
+        worker.do(f"n.nvmlDeviceRegisterEvents({xids})")
+    for device, code, xid in ((0, 48, 48), (1, 0, 79)):
+        worker.send("_ = n.nvmlEventSetWait_v2(events, 30000).eventData")
+        assert worker.hangs(0.1)
+        machine.faults.set("device-lost", device=device, **({"code": code} if code else {}))
+        assert worker.reply() == xid
+
+
 def test_a_suspended_process_survives_the_loss_of_its_device(trio):
     machine, target, worker = trio
     want = target.do("_ = get(p, 8 << 20)")

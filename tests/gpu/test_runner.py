@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -74,6 +75,14 @@ def test_line_of_the_record_has_the_results_of_a_test_file(items):
     assert "as it should" in line["output"]
     assert command.told(line).startswith("failed in ")
     assert command.told(line).endswith(": 1 failed, 1 passed")
+
+
+def test_record_keeps_the_figures_of_a_benchmark_with_problems(monkeypatch):
+    found = {"p50": 0.5, "problems": ["one cell failed"]}
+    code = f"import pathlib, sys; pathlib.Path(sys.argv[2]).write_text({json.dumps(found)!r})"
+    monkeypatch.setattr(runner, "BENCHMARK", code)
+    line = runner.run(Item("figures", 60))
+    assert (line["outcome"], line["exit_code"], line["result"]) == ("failed", 0, found)
 
 
 def test_runner_does_not_touch_processes_of_others(items):

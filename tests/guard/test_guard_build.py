@@ -67,6 +67,13 @@ def test_error_on_another_processor_names_the_alternative(tmp_path, monkeypatch)
         build.compile(tmp_path)
 
 
+def test_command_accepts_the_warnings_of_a_newer_compiler(tmp_path, monkeypatch, capfd):
+    """Users also run this command: the error for a missing library tells them to."""
+    monkeypatch.setenv("CC", "cc -Wpadded")
+    assert build.main(["--out", str(tmp_path)]) == 0
+    assert "-Wpadded" in capfd.readouterr().err
+
+
 def test_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CC", "false")
     assert build.main(["--out", str(tmp_path)]) == 1

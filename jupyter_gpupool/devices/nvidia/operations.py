@@ -84,9 +84,9 @@ class Operation:
         #: Processes that the driver may still lock, because the lock call has no answer yet.
         self.late: list[ProcessId] = [] if first is None else first.late
         #: Processes that are still suspended after a refused suspend, because the undo could not
-        #: resume them. They are in the order of their suspend. ``_kept_why`` is the reason.
+        #: resume them. They are in the order of their suspend. ``kept_why`` is the reason.
         self.kept: list[ProcessId] = []
-        self._kept_why = ""
+        self.kept_why = ""
         #: The outcome that a refused suspend has when all of its processes run again.
         self.refused: SuspendOutcome | None = None
 
@@ -231,7 +231,7 @@ class Operation:
         if not self.kept:
             return outcome
         self.refused = outcome
-        return replace(outcome, status="kept", message=f"{refused.message} {self._kept_why}")
+        return replace(outcome, status="kept", message=f"{refused.message} {self.kept_why}")
 
     async def bring_back(self, earlier: Operation) -> SuspendOutcome:
         """Try again to resume the processes that ``earlier`` left suspended, if there is room."""
@@ -243,7 +243,7 @@ class Operation:
         if trouble:
             return self._suspended(trouble[0], trouble[1])
         if self.kept:
-            return replace(self.refused, status="kept", message=self._kept_why)
+            return replace(self.refused, status="kept", message=self.kept_why)
         return self.refused
 
     async def undo(
@@ -263,7 +263,7 @@ class Operation:
                 answer = await self._back(process, patience)
                 if answer.value == "checkpointed" and answer.outcome == "refused":
                     self.kept.insert(0, process)
-                    self._kept_why = (
+                    self.kept_why = (
                         f"Process {process.pid} is not back on its GPU yet ({answer.message}); "
                         "the driver still has the state of the process, and the pool tries again."
                     )
@@ -589,10 +589,13 @@ async def _run_on(operation: Operation) -> str:
 async def interrupted(operation: Operation, process: ProcessId) -> tuple[str, str]:
     """After a broker has died while it moved a process: let the process continue without a move.
 
-    Return the driver's state before this call, and why the process does not run ("" if it runs).
+    Return the driver's state before this call, and the problem: why the process is still suspended,
+    or why it could not be brought back. The problem is "" if the driver lets the process run again,
+    or held neither the process nor its state.
     """
     state = await operation.state()
-    if state in ("locked", "checkpointed"):
-        trouble = await operation.again().undo([process])
-        return state, trouble[1] if trouble else ""
-    return state, ""
+    if state not in ("locked", "checkpointed"):
+        return state, ""
+    again = operation.again()
+    trouble = await again.undo([process])
+    return state, trouble[1] if trouble else again.kept_why

@@ -154,8 +154,7 @@ class DeviceService(Inventory):
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
         """Let a process continue, after an earlier broker died during the landing of the process.
 
-        Return the driver's state before this call, and why the process does not run ("" if it
-        runs).
+        Return the driver's state before this call, and the problem, as :func:`interrupted` does.
         """
         if procfs.presence(process) == "gone":
             return "gone", ""
