@@ -5,8 +5,8 @@
 ``python benchmarks/attack.py SOCKET KIND SECONDS`` needs only the standard library, so any user can
 run it. The last line on stdout is a JSON object. It has the bytes that the attack sent and
 received, the number of connections that were closed, the number of failed attempts to
-connect, and the number of answers with each error code. The benchmark ``neighbours`` and its tests
-use this script. Use it only against your own broker.
+connect, and the number of answers with each error code ("ok" counts the answers without an error).
+The benchmark ``neighbours`` and its tests use this script. Use it only against your own broker.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ the drop.
 
 ``grant`` is the time from the hold of a detached session to the broker's answer. The pool grants
 the slice from free memory. The time includes the writing of the journal. The baseline of ``grant``
-is ``cold_ping``: the sessions' processes send one ping each, one process after the other. The
+is ``cold_ping``: the sessions' processes send their pings in turn, one ping at a time. The
 pings wake as many processes as the grants do, but the broker makes no decision.
 
 ``at_rest`` is the cost of the broker and its children with a thousand idle sessions on 8 devices.
@@ -352,7 +352,7 @@ def measure_rest(path: Path, pid: int, count: int) -> dict[str, Any]:
             while len(members) < count:
                 members.append(Member(path, server, len(members)))
         for member in members:
-            member.do("ping")  # each session sends its ping after the broker has answered its hello
+            member.do("ping")  # its result proves that the broker has handled the hello
         family = [pid, *children(pid)]
         begun, used = time.monotonic(), sum(map(cpu, family))
         time.sleep(10)

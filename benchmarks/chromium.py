@@ -39,7 +39,7 @@ OPTIONS = (
 
 #: The names of the trace events in which the page runs JavaScript, or the browser does work for a
 #: script. A script may force the browser to compute style and layout at once. The time of the
-#: script's event includes this computation.
+#: script's event includes this computation, so the benchmark counts this computation, too.
 SCRIPT = frozenset(
     {
         *("EvaluateScript", "EventDispatch", "FireAnimationFrame", "FireIdleCallback"),
@@ -251,7 +251,7 @@ class Trace:
                 self._spans.setdefault(thread, []).append(span)
 
     def end(self) -> list[Span]:
-        """Stop the trace; return the main thread's spans, in order, as :func:`merged` does."""
+        """Stop the trace; return the main thread's spans in order, without nested ones."""
         ended: list[bool] = []
         self._page.on["Tracing.tracingComplete"] = lambda _: ended.append(True)
         self._page.call("Tracing.end")

@@ -156,7 +156,7 @@ class Stage:
 
 
 def crowd(earlier: int) -> list[Look]:
-    """Two kernels have 6 GiB each. A third kernel of the same user waits until a cell ends."""
+    """Two kernels have 6 GiB each. A third one of the same user waits 60 s until a cell ends."""
     stage = Stage(f"a third kernel waits, after {earlier} earlier waits")
     names = ["alpha", "beta", "gamma"]
     for name in names:

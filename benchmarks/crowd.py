@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Small processes that act as sessions of a broker for other benchmarks. Not a benchmark itself."""
+"""Small processes that act as sessions of a broker and take a slice on command. Not a benchmark."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ its slice. The other service gets a slice when it has a request.
 The day begins when all kernels and programs are ready. It ends at a full minute, because a schedule
 can only change at a full minute. The night takes three quarters of ``--minutes``. The copies of the
 emulated devices are 16 times slower than 4 GB/s, the rate that others report for NVIDIA's driver.
-A slice is about 17 times as large as its state on a notebook. So the copy of a state takes about as
-long here as the copy of a whole slice at 4 GB/s.
+A slice of a notebook or a service is about 17 times as large as its state. So the copy of such a
+state takes about as long here as the copy of the whole slice at 4 GB/s.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def configuration(night_at: float, night: float) -> dict[str, Any]:
         datetime.fromtimestamp(at, timezone.utc).strftime("%H:%M")
         for at in (night_at, night_at + 12 * 3600)
     ]
-    # All kernels here belong to one user. The user is in all groups and names one for each.
+    # All kernels here belong to one user, who is in all groups and names a group for each kernel.
     me = [getpass.getuser()]
     groups: dict[str, Any] = {"services": {"guarantee": "2GiB", "users": me, "order": 9}}
     for order, (name, weight) in enumerate(WEIGHTS.items()):

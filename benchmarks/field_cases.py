@@ -324,7 +324,7 @@ def flood(quick: bool) -> Case:
     subtracted.* While a person thinks, the pool may suspend the person's kernel. Then the next cell
     needs one swap: the pool moves a victim's state out, and the person's state in. If the device is
     already copying another state, the cell waits up to one more swap, because a device copies one
-    state at a time. The victim is a kernel of the crowd. The crowd computes without a pause, so
+    state at a time. The pool must also find a victim. The crowd computes without a pause, so
     each of its kernels keeps its slice for one time slice: at least 10 s, even if its move is
     short. The pool owes the rest of this time slice to the crowd. So the benchmark subtracts this
     rest from the wait. :func:`benchmarks.owed.waits` computes the rest from the journal: the

@@ -31,7 +31,7 @@ from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
 #: The longest allowed grants in milliseconds. Users do not notice such a short wait. A kernel waits
-#: for a grant only at its first CUDA call after it has lost its slice.
+#: for a grant only at its first CUDA call, and at its first CUDA call after it has lost its slice.
 GRANT_P50_MS, GRANT_P99_MS = 10.0, 30.0
 
 SETUP = """

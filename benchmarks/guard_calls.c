@@ -41,7 +41,8 @@ static double now(void)
 
 typedef int (*function)(void *, long);
 
-/* Returns the nanoseconds of a call. All calls of this program but launches take two arguments. */
+/* Returns the nanoseconds of a call. All calls of this program but the launch accept these two
+ * arguments, and return 0. */
 static double round_of(function call, void *a, long b)
 {
     double begin = now();

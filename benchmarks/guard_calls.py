@@ -30,7 +30,8 @@ from benchmarks.guard_allocations import session
 SOURCE = Path(__file__).with_suffix(".c")
 
 #: For each kind of call (see ``guard/entries.txt``), the most nanoseconds that the guard may add to
-#: a call. The bound is higher for the kinds that the guard counts.
+#: a call. The bound is higher for calls that the guard counts (``wait``), and for calls that always
+#: pass through a C function of the guard (``wrap``).
 BUDGETS_NS = {"free": 2.0, "gate": 2.0, "launch": 2.0, "peek": 2.0, "wait": 10.0, "wrap": 10.0}
 #: The most milliseconds that the guard may add to the start of a program without CUDA.
 START_BUDGET_MS = 0.5

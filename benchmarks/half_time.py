@@ -36,7 +36,7 @@ from jupyter_gpupool.client import Client
 
 GiB = 1 << 30
 
-#: The highest allowed ratio: the time of two jobs side by side, by the time of one after the other.
+#: The highest allowed ratio: the time of both jobs at once, divided by the serial time.
 RATIO = 0.60
 
 #: A slice is this many times as large as its state.

@@ -59,7 +59,7 @@ def private_pool(**options: Any) -> Iterator[list[str]]:
 
 
 def driver_environment() -> dict[str, str]:
-    """Return the environment with which a process outside the pool uses the pool's driver."""
+    """Return the variables with which a process outside the pool uses the pool's driver."""
     names = ("EMUCUDA_MACHINE", "EMUCUDA_STATE")
     with Client(os.environ["GPUPOOL_SOCKET"]) as client:
         # The broker gives these variables only to a session. So open one and close it at once.

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 #: User ids that have no account on the machine. The broker treats them as normal users.
 VICTIM, ATTACKER = 21001, 21002
 
-#: Limits during an attack: the p99 divided by the p99 of the baseline, and the broker's bytes.
+#: Limits during an attack: the p99 divided by the baseline's p99, and the broker's memory in bytes.
 RATIO_BUDGET = 3.0
 MEMORY_BUDGET = 100e6
 

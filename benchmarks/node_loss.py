@@ -2,11 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """Time until the cluster shows that a machine is dead or hung, against the age of its reports.
 
-To make a machine die, the benchmark sends SIGKILL to the machine's agent and its descendants. To
-make a machine hang, the benchmark sends SIGSTOP to the same processes. After some time, the broker
-of another machine shows the machine as silent. The baseline, in the same run, is the age of the
-machine's last report while the machine works. With Ray in the environment, Ray carries the reports.
-Otherwise, the reports go to a ledger that listens on a unix socket.
+To make a machine die, the benchmark sends SIGKILL to all processes of the machine's part of the
+cluster. To make a machine hang, the benchmark sends SIGSTOP to the same processes. After some time,
+the broker of another machine shows the machine as silent. The baseline, in the same run, is the age
+of the machine's last report while the machine works.
+
+With Ray in the environment, Ray carries the reports, and these processes are ``jupyter gpupool
+node`` and its descendants. Otherwise, the reports go to a ledger that listens on a unix socket, and
+these processes are the machine's agent and its descendants.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def seconds_until(cluster: Cluster, state: str) -> float:
 
 
 def send(cluster: Cluster, number: int) -> None:
-    """Send a signal to the agent of LOST, and then to each of the agent's descendants."""
+    """Send a signal to all processes of LOST's part of the cluster, parents before children."""
     for pid in family(cluster.agents[LOST].process.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, number)

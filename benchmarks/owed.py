@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Computes which part of each wait the pool owes to a time slice of the crowd.
 
-The figures come from the journal of a pool with one device. This module is not a benchmark itself.
+The figures come from the journal. The pool must have only one device. This module is not a
+benchmark itself.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 ``python -m benchmarks.pool_trace`` handles the events of a short story on two GPUs with two
 sessions, and prints figures for each event as JSON. ``calls`` and ``functions`` count the Python
 calls and the different functions. A reader who follows the event through the code must open
-``files`` files, and must change the file ``changes_of_file`` times.
+``files`` files, and must go from one file to another ``changes_of_file`` times.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Workload:
         self.cells = self.suspends = self.moves = 0
         #: ``running`` has, for each computing session, when its cell began or was resumed, and a
         #: number that marks this run of the cell. ``left`` has, for each unfinished cell, the
-        #: seconds that it had to compute at this time.
+        #: seconds that it still had to compute when it last began, was resumed or was preempted.
         self.running: dict[str, tuple[float, int]] = {}
         self.left: dict[str, float] = {}
         for i in range(devices):
@@ -102,7 +102,7 @@ class Workload:
                 self.told(a)
 
     def told(self, action: ev.QueueMoved) -> None:
-        """Do nothing with a message about a wait. A subclass may overwrite this method."""
+        """Do nothing with a message about a wait. A subclass may override this method."""
 
     def run(self, until: float) -> None:
         while self.heap[0][0] < until:
@@ -146,7 +146,7 @@ class Workload:
 
 
 def measure(sessions: int, devices: int, until: float, seeds: int, **rules: Any) -> dict[str, Any]:
-    """Return the waits and the suspends of one workload, summed over all seeds."""
+    """Return the waits and the suspends of one workload, over all seeds."""
     cells = suspends = 0
     waited = 0.0
     for seed in range(seeds):

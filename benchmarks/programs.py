@@ -145,7 +145,7 @@ class Player(threading.Thread):
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Check the state and end the process. This runs after the last turn or an error."""
+        """Do what comes after the last turn or an error, for example check the state."""
 
     def run(self) -> None:
         for part in (self._play, self.finish):

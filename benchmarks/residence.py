@@ -12,7 +12,7 @@ the package.
 Each of two sessions needs the whole device. A session runs a cell of 0.5 s, thinks for the think
 time of the row, and wants the device again. Both times are multiplied by a random factor from 0.5
 to 1.5. A suspend takes 0.3 s plus 1 s for each 4 GB. A resume takes 0.3 s plus 1 s for each 7 GB.
-Others report these speeds for NVIDIA's driver on single GPUs. The benchmark uses them until this
+Others report these figures for NVIDIA's driver on single GPUs. The benchmark uses them until this
 project has measured its own.
 """
 

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Checks what a crowded pool tells its users: do all texts agree, and do they come true?
 
-There are three scenes with real notebooks in a real JupyterLab, a real broker, and real kernels of
-other users on its devices. The pool tells a user the time of a wait or of an idle slice in several
+There are three scenes with real notebooks in a real JupyterLab, a real broker, and other real
+kernels on its devices. The pool tells a user the time of a wait or of an idle slice in several
 places: the chip, the cell, the panel, ``jupyter gpupool status``, and ``%gpu`` if the kernel is
 free to run it. A look reads this time in all places. Each of them must show the broker's own figure
 at that moment. Each look is a row of a table, and the end of the row says what happened after the
@@ -38,7 +38,8 @@ FIGURE = re.compile(
 
 #: Seconds between two looks.
 LOOK = 4.0
-#: In the second scene, this many waits happen before the look, so the broker can learn from them.
+#: The first scene runs twice. In its second run, this many waits happen before the first look. So
+#: the broker has seen these waits when it tells a range.
 EARLIER = 10
 
 #: Uses the GPU until the file ``flag`` exists.
@@ -121,7 +122,7 @@ def told(session: dict[str, Any], now: float) -> str:
 def figures_between(
     before: tuple[dict[str, Any], float], after: tuple[dict[str, Any], float]
 ) -> tuple[str, ...]:
-    """Return all figures from a second before ``before`` until ``after``, in steps of 0.1 s."""
+    """Return the broker's figures from a second before ``before`` until ``after``, each 0.1 s."""
     begin, end = before[1] - 1.0, after[1]
     times = [begin + 0.1 * step for step in range(int((end - begin) / 0.1) + 1)]
     return tuple(

@@ -48,8 +48,9 @@ POOL = {
     "attach": "cell",
 }
 
-#: The code of the notebook's cell. The page has time to show the kernel as active. The length is
-#: random, so that the cell does not always end at the same moment between two polls of the server.
+#: The code of the notebook's cell. It runs long enough for the page to show the kernel as active.
+#: The length is random, so that the cell does not always end at the same moment between two polls
+#: of the server.
 CELL = "import random, time; time.sleep(random.uniform(0.2, 1.2))"
 
 #: For each state, a pattern for the chip's text; ``labextension/src/words.ts`` makes these texts.
@@ -216,7 +217,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def measure(
     page: Page, url: str, kernel: str, decisions: Decisions, listener: Listener, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return two dicts, for the chip and the Python client: milliseconds of changes by state."""
+    """Return, for chip and client, the milliseconds from a decision to the change, by state."""
     said: list[tuple[float, str]] = []
 
     def take(told: dict[str, Any]) -> None:

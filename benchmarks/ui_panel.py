@@ -147,7 +147,8 @@ def put_together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     }
     return {
         "script_ms": figures("script"),
-        # The processor time of the scripts. If another process uses the core, it does not count.
+        # The processor time of the scripts. It does not contain the time in which another process
+        # uses the core.
         "script_cpu_ms": figures("cpu"),
         # The page reacts to nothing while a script runs.
         "longest_script_ms": figures("longest"),

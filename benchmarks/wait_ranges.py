@@ -12,8 +12,8 @@ the first range that the pool gives. *At any look* has one range for each ``LOOK
 wait, so a long wait counts more often. The looks at which the pool gives no range are counted
 separately.
 
-Most waits last only as long as a suspend, and the pool correctly tells "up to 5 s". So the longer
-ranges also have a figure of their own.
+Most waits are only for a suspend, and their range is "up to 5 s". So the longer ranges also have a
+figure of their own.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Told(Workload):
 
 
 def measure(sessions: int, devices: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Run one load; return, among others, which fraction of the ranges contained the wait's end."""
+    """Run one load; return its figures, such as the fraction of ranges that contained the end."""
     work = Told(sessions, devices, seed)
     work.run(seconds)
     share = {name: sum(found) / len(found) if found else None for name, found in work.right.items()}

@@ -104,7 +104,7 @@ def train(log: str, size: int) -> dict[str, Any]:
 
 
 def job(size: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """Wait for ``seconds`` and compute for ``seconds``, in each round; return times and errors."""
+    """Wait and compute in turn, ``seconds`` each; return begin, end and number of wrong bytes."""
     begun = time.monotonic()
     work = Work(size)
     for _ in range(rounds):

@@ -43,7 +43,7 @@ Point = tuple[float, float]
 
 
 def steps(text: str) -> list[tuple[str, str]]:
-    """Return the arrows of a Mermaid state diagram, each as its old and its new state.
+    """Return the arrows between named states of a Mermaid state diagram, as old and new state.
 
     Raises
     ------

@@ -24,8 +24,8 @@ _FLAGS = (
     *("-fPIC", "-fvisibility=hidden", "-pthread"),
 )
 # A process may preload another library with the same SONAME. With -Bsymbolic, the tables of this
-# library still point to its own functions. With nodelete, the code stays in memory after a
-# dlclose(), because the driver's thread still runs it.
+# library still point to its own functions. The driver's thread still runs after a dlclose(). With
+# nodelete, the code of this thread stays in memory.
 _LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,now", "-Wl,-z,nodelete", "-ldl", "-lm")
 
 

@@ -94,8 +94,9 @@ class Faults:
     ========================  ==================================================================
 
     Three parameters restrict a fault: ``pid`` to one process, ``device`` to one device (by its
-    index on the machine), and ``count`` to a number of calls. ``code`` replaces the CUresult in the
-    table; for ``device-lost``, it is the Xid (79 by default). ``op`` is the call that hangs.
+    index on the machine), and ``count`` to a number of calls. ``code`` is the CUresult to report
+    instead of the usual one; for ``device-lost``, it is the Xid (79 by default). ``op`` is the call
+    that hangs.
     """
 
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:

@@ -78,7 +78,8 @@ class Machine:
     #: it has a context.
     context: int = DEFAULT_CONTEXT
     #: The rate of copies between host and device, in bytes/s. It also limits a checkpoint and a
-    #: restore. 0 means as fast as the host's memory.
+    #: restore. 0 means the rate of ``profile``; with the profile ``cpu``, copies are as fast as the
+    #: host's memory.
     bandwidth: int = 0
     #: Bytes per device that the driver keeps for itself (NVML's ``reserved``).
     reserved: int = 0

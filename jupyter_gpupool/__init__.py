@@ -16,7 +16,7 @@ General layout (``tests/test_architecture.py`` has the table of which part may i
 - ``emulation``: the only module that imports ``emucuda``, an emulated NVIDIA driver beside this
   package.
 
-Kernels without our dependencies also import this file, so the file itself imports no other module.
+Kernels without our dependencies also import this file, so its import loads no other module.
 """
 
 from __future__ import annotations

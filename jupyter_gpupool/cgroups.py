@@ -59,7 +59,7 @@ class Stress:
 
 
 class Host:
-    """Reads the limits and the use of memory. The cgroups are mounted at ``root``.
+    """Reads limits and use of memory from ``proc``, and from the cgroups, mounted at ``root``.
 
     A read takes milliseconds.
     """

@@ -153,7 +153,7 @@ def _spawn(
 
 
 def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
-    """Return the words up to the end of the file, and True if ``give_up`` came before the end."""
+    """Return the words read until the end of the file, and whether ``give_up`` came before it."""
     data = b""
     while True:
         left = give_up - time.monotonic()
@@ -181,9 +181,10 @@ def _reap() -> None:
 
 
 def _wait_end(pid: int) -> None:
-    """Wait (at most _END seconds) for the end of a broker that failed to start, and reap it.
+    """Wait (at most _END seconds) for the end of a broker that failed to start.
 
-    The next broker needs the locks that this broker releases at its end.
+    If the broker is in ``_OURS``, also reap it. The next broker needs the locks that this broker
+    releases at its end.
     """
     descriptor = procfs.open_pidfd(pid)
     if descriptor is not None:
@@ -194,7 +195,7 @@ def _wait_end(pid: int) -> None:
 
 
 def broker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` for a broker: without a session and a guard, with this package's path.
+    """Return ``environ`` for a broker: without session and guard, with this package on its path.
 
     This process may run in a session. The broker outlives the session, so the guard of the session
     must not be loaded into the broker.

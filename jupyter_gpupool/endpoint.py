@@ -45,10 +45,11 @@ MAX_SOCKET_PATH = 107
 def user_runtime_dir() -> Path:
     """Return this user's folder for sockets: a short path in a local file system.
 
-    The folder may not exist yet. It is never in ``/run/user/UID``, for two reasons. The system
-    deletes ``/run/user/UID`` at the last logout, while kernels and their broker continue to run.
-    And processes of cron and tmux may not know that folder. If XDG_RUNTIME_DIR names a folder that
-    is kept at logout, the result is in this folder.
+    The folder may not exist yet. It is the same in all logins, unless their XDG_RUNTIME_DIR
+    differs. The folder is never in ``/run/user/UID``, for two reasons. The system deletes
+    ``/run/user/UID`` at the last logout, while kernels and their broker continue to run. And
+    processes of cron and tmux may not know that folder. If XDG_RUNTIME_DIR names a folder that is
+    kept at logout, the result is in this folder.
     """
     chosen = _chosen_runtime_dir()
     return chosen / "gpupool" if chosen else local_machine.local_folder()
@@ -131,7 +132,8 @@ def machine_service() -> bool:
 def is_machine_path(path: Path) -> bool:
     """Return whether ``path`` is in ``/run``, but not in ``/run/user``.
 
-    The broker of the whole machine has such a path. A service manager starts it, not a user.
+    The broker of the whole machine has such a path. A service manager starts this broker, not
+    a user.
     """
     return path.parts[:2] == ("/", "run") and path.parts[2:3] != ("user",)
 

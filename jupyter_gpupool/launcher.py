@@ -53,8 +53,8 @@ OPENED_VARIABLE = "GPUPOOL_OPENED"
 #: The options that a kernelspec's ``config`` may have.
 OPTIONS = ("memory", "limit", "devices", "compute", "priority", "group", "attach", "broker_socket")
 
-#: The provisioner that starts a kernel on another machine. The cluster chooses the machine, and
-#: ``PLACEMENT_OPTIONS`` are the options for this choice.
+#: The provisioner that starts a kernel on a machine that the cluster chooses.
+#: ``PLACEMENT_OPTIONS`` are the provisioner's options for this choice.
 REMOTE_PROVISIONER = "gpupool-remote-provisioner"
 PLACEMENT_OPTIONS = ("model", "data")
 
@@ -248,7 +248,9 @@ _USAGE = "usage: python -m jupyter_gpupool.launcher --kernel NAME -- COMMAND..."
 
 
 def become(command: Sequence[str], kernel: str = SHIPPED) -> NoReturn:
-    """Open a session, and replace this process by the kernel that ``command`` starts.
+    """Replace this process by the kernel that ``command`` starts, in its own session.
+
+    The function opens the session, unless the provisioner has already opened it.
 
     Parameters
     ----------
@@ -411,7 +413,7 @@ def _label(env: Mapping[str, str], shown: str) -> str:
 def living_broker(named: str) -> Path:
     """Return the socket of a running broker.
 
-    With ``named``, only the broker of this socket counts; the function restarts it if necessary.
+    With ``named``, only the broker of this socket counts; the function restarts it if it has died.
     Without ``named``, the function starts this user's own broker if no broker runs.
     """
     from .starting import answers, ensure_broker, revive

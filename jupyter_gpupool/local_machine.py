@@ -139,9 +139,9 @@ def state_dir() -> Path:
 
 
 def local_folder() -> Path:
-    """Return the path of this user's folder in the best of ``LOCAL_BASES``.
+    """Return the path of this user's local folder, in the best usable folder of ``LOCAL_BASES``.
 
-    The folder may not exist yet.
+    If possible, it is a folder that a logout does not delete. It may not exist yet.
     """
     name = f"gpupool-{os.geteuid()}"
     bases = [base for base in LOCAL_BASES if base.is_dir() and not network_file_system(base)]

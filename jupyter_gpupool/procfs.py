@@ -19,8 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Iterable, Iterator, Literal
 
-#: The environment variable with the session's id. A kernel of the pool has this variable, and its
-#: child processes inherit it.
+#: The environment variable with the session's id. A kernel or program of the pool has this
+#: variable, and its child processes inherit the variable.
 SESSION_VARIABLE = "GPUPOOL_SESSION"
 
 Presence = Literal["alive", "stopped", "gone"]

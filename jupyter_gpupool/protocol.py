@@ -57,9 +57,9 @@ pushes ``queue``, ``lease``, ``lost``, ``notice`` and ``refused``, as the agent 
 member end with its connection.
 
 The guard sends ``attach`` and ``grow`` without a ``hello``, and opens a new connection for each of
-them. It sends one of them if the session's shared page says that a CUDA call must wait. The broker
-writes the grant to the page before it sends the ``ok``. If the guard closes the connection, the
-wait ends.
+them. It sends one of them only if the session's shared page says that a CUDA call must wait. The
+broker writes the grant to the page before it sends the ``ok``. If the guard closes the connection,
+the wait ends.
 """
 
 from __future__ import annotations

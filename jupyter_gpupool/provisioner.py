@@ -352,7 +352,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return ensure_broker(self._pool_config(), self._configured_socket())
 
     def _other_configuration(self, answer: Mapping[str, Any]) -> str:
-        """Return how the broker's configuration differs from the server's; "" if they are equal."""
+        """Return the notice about different configurations; "" if no notice is needed."""
         text = notice(self.config.get("GPUPool"), answer)
         if not_logged(text):
             self.log.warning("GPU pool: %s", text)

@@ -279,7 +279,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
             ))  # fmt: skip
 
     async def _undo_start(self) -> None:
-        """Kill the kernel after a start order without an answer, because the kernel may run."""
+        """Kill the kernel if nobody knows whether its start succeeded: the kernel may run."""
         self._runs, self._ends, self._code, self._asked = True, True, None, float("-inf")
         await self._end(signal.SIGKILL, restart=False)
         if await self.poll() is not None and not self._ports:

@@ -20,13 +20,13 @@ from .startrecord import StartRecord, read_private, write_private
 #: After this many failed starts in a row, callers get an error and no longer wait for a broker.
 ATTEMPTS = 3
 
-#: If ``MOST_DEATHS`` brokers in a row die within ``WINDOW`` seconds, and none of them has served a
-#: kernel, callers get an error, and the next start must wait.
+#: If ``MOST_DEATHS`` brokers in a row crash, or die before they have served a kernel, and all
+#: of them within ``WINDOW`` seconds, callers get an error, and the next start must wait.
 MOST_DEATHS, WINDOW = 10, 600.0
 
-#: The pause in seconds before the next start. The index is the number of recent brokers that died
-#: before they served a kernel. The longest pause is only 5 s: if another program kills the brokers,
-#: a kernel must not wait long for the next one.
+#: The pause in seconds before the next start. The index is the number of recent brokers that
+#: crashed, or died before they served a kernel. The longest pause is only 5 s: if another program
+#: kills the brokers, a kernel must not wait long for the next one.
 DEATH_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
 
 #: If there were at least this many starts in the last WINDOW seconds, messages to waiting kernels
@@ -174,7 +174,7 @@ def note_killed(socket: Path, before: Failures) -> None:
 
 
 def too_often(before: Failures) -> bool:
-    """Return whether MOST_DEATHS recent brokers died before they served a kernel.
+    """Return whether MOST_DEATHS recent brokers in a row crashed, or never served a kernel.
 
     While callers get the error about these deaths, the answer is False. After the pause that
     follows the error, one more broker may then start.

@@ -253,10 +253,11 @@ def revive(
     """Restart the broker at ``path`` if it has died; return whether a broker serves there now.
 
     The function blocks while the broker starts. If several callers, in any processes, want to
-    restart the broker, one of them restarts it. Of the others, a ``patient`` caller waits, and any
-    other caller gets False after :data:`_LOOKS` seconds. The function never starts the machine's
-    broker or a broker that ended normally. ``copy`` is the path of the record's second copy. The
-    function uses this copy if the socket's folder was deleted.
+    restart the broker, one of them restarts it. Of the others, a ``patient`` caller waits. Any
+    other caller waits at most :data:`_LOOKS` seconds, and then gets False. The function never
+    starts the machine's broker or a broker that ended normally. ``copy`` is the path of the
+    record's second copy. The function uses this copy if the record was deleted, for example
+    together with the socket's folder.
 
     Raises
     ------
@@ -280,9 +281,9 @@ def revive(
 def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
     """Start the broker at ``path`` from its record; return False if there is no record.
 
-    The caller holds the lock for starts. The function makes at most :data:`startfailures.ATTEMPTS`
-    attempts, with growing pauses. If the record was deleted, the function restores it from its
-    ``copy`` (see :func:`revive`).
+    The caller holds the lock for starts. The function tries again after growing pauses, until
+    :data:`startfailures.ATTEMPTS` starts in a row have failed. If the record was deleted, the
+    function restores it from its ``copy`` (see :func:`revive`).
 
     Raises
     ------

@@ -83,9 +83,9 @@ class StartRecord:
     crashed: str = ""
     #: The path at which the broker listens.
     socket: str = ""
-    #: Maps each file in the socket's folder that ``command`` names to the file's contents. A
-    #: clean-up that deletes the folder deletes these files, too, so the record keeps their
-    #: contents.
+    #: The files in the socket's folder that ``command`` names: maps each file's name to the file's
+    #: contents. A clean-up that deletes the folder deletes these files, too, so the record keeps
+    #: their contents.
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -230,10 +230,10 @@ def being_started(socket: Path) -> bool:
 
 # ---------------------------------------------------------------------- the second copy
 # A logout or a clean-up can delete the socket's folder, and with it the record. If no broker lives,
-# no process makes the folder again. So a second copy of the record is in the journal's folder.
-# Kernels have the path of this copy in COPY_VARIABLE. The server and the commands of the same user
-# look for it in the usual folders. A third copy would not help: without the journal, a new broker
-# would lose all sessions.
+# no process makes the folder again. The journal is in another folder, so a second copy of the
+# record is there, too. Kernels have the path of this copy in COPY_VARIABLE. The server knows the
+# journal's path, and the commands of the same user look in the usual folders. A third copy would
+# not help: without the journal, a new broker would lose all sessions.
 
 
 def copy_path(journal: Path) -> Path:

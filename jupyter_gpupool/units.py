@@ -179,10 +179,10 @@ def format_waited(seconds: float) -> str:
 
 
 def format_wait(waited: float, left: tuple[float, float] | None = None) -> str:
-    """Return the text that people read about how long a wait will last.
+    """Return the text that people read about how long a wait will last, or has lasted.
 
-    ``left`` is the shortest and the longest time that the wait will probably still last. The text
-    is then ``"20 to 60 s left"``. If no estimate is possible, ``left`` is None, and the text is
+    ``left`` is the shortest and the longest time that the wait will probably still last: the text
+    is ``"20 to 60 s left"``. If ``left`` is None, or the longest time is over, the text is
     ``"waiting for 40 s, no estimate yet"``, or ``"no estimate yet"`` in the first second.
     """
     if left is not None and left[1] > 0:

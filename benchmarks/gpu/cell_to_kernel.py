@@ -207,7 +207,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 def turns(
     sessions: dict[str, Session], rounds: int, end: float, problems: list[str]
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return, by state, the milliseconds of each cell, and the bytes in host memory before it."""
+    """Return by state: the milliseconds of each cell, and the suspended bytes before a cell."""
     took: dict[str, list[float]] = {name: [] for name in sessions}
     swaps: dict[str, int] = {}
     dice = random.Random(0)

@@ -207,7 +207,7 @@ def compare(
         if time.monotonic() > end and number > 3:
             break
         dice.shuffle(order)
-        # If one kernel fails, drop its round: a round is useful only with the times of all kernels.
+        # If a kernel fails, its round does not count: the kernels are compared within each round.
         code = f"all_of({dict(loops)!r})"
         try:
             values = {name: json.loads(kernels[name].run(code, 30)) for name in order}

@@ -45,8 +45,8 @@ QUIET, TIMEOUT = 0.5, 2.0
 #: none of them has a slice.
 PATIENCE = 45.0
 
-#: The most seconds that the benchmark waits until all bytes of the device are free again. If some
-#: bytes stay in use, this bound leaves time for the rest of the benchmark.
+#: The most seconds that the benchmark waits until all bytes of the notebooks are free again. If
+#: some bytes stay in use, this bound leaves time for the rest of the benchmark.
 LAST_BYTE = 25.0
 
 CELL = """

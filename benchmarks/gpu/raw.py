@@ -143,7 +143,7 @@ class Raw:
         return self.right(*self.arrays[name], first)
 
     def wrong(self, name: str, first: int) -> int:
-        """Copy a whole array to the host; return 4 bytes for each number that is wrong."""
+        """Copy a whole array to the host; return the number of bytes of all wrong numbers."""
         address, size = self.arrays[name]
         chunk = min(size, 1 << 23)
         words, found = np.empty(chunk // 4, np.uint32), 0
@@ -167,8 +167,8 @@ class Raw:
     def copies(self, size: int, repetitions: int) -> dict[str, Any]:
         """Return the best and the median GB/s of copies, by kind of host memory and direction.
 
-        "pinned" memory is from ``cuMemHostAlloc``. "pageable" memory is a NumPy array. Each copy
-        has ``size`` bytes.
+        "pinned" memory is from ``cuMemHostAlloc``. "pageable" memory is a NumPy array, and NumPy
+        has already written to its pages. Each copy has ``size`` bytes.
         """
         device = int(call(driver.cuMemAlloc, size))
         pinned = int(call(driver.cuMemHostAlloc, size, 0))

@@ -130,7 +130,7 @@ def _found(item: Item, report: Path) -> Any:
 
 
 def end_descendants(before: Sequence[psutil.Process]) -> list[str]:
-    """Kill all processes that an item has left; return the names of those that did not end.
+    """Kill all processes that an item has left; describe the processes that did not end.
 
     ``before`` has the children that this process had before the item. They do not belong to the
     item, so this function kills neither them nor their children.

@@ -53,8 +53,8 @@ CONTEXT = GiB
 #: Bytes of each copy of the baseline, and the number of copies.
 COPY, COPIES = GiB, 5
 
-#: A suspend or a resume may take at most this many milliseconds longer than its driver calls. The
-#: benchmark ``suspend_overhead`` has the same limit.
+#: A suspend or a resume may take at most this many milliseconds longer than its driver calls (p50).
+#: The benchmark ``suspend_overhead`` has budgets for this difference, too.
 BUDGET_MS = 50.0
 
 #: If a suspend or a resume takes longer than this many seconds, the benchmark skips the larger
@@ -228,7 +228,7 @@ async def swap(
         "freed_bytes": sum(out.freed.values()),
         "host_bytes_suspended": rss,
         "host_bytes_resumed": resident(root),
-        # If NVML still shows memory of the process after the suspend, this is a note about it.
+        # A note if NVML still shows memory of the process after the suspend; otherwise "".
         "message": out.message,
     }
 

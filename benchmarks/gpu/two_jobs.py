@@ -223,7 +223,7 @@ def larger(
 
 
 def both(client: Client, memory: int, code: str, bound: float) -> dict[str, Any]:
-    """Run a job in each of two kernels that ask for ``memory`` bytes; return the times."""
+    """Run a job in each of two Pooled GPU kernels with ``memory`` bytes each; return the times."""
     after = journal(client, 0)[1]
     with ExitStack() as stack:
         kernels = [

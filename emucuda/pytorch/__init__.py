@@ -8,7 +8,7 @@ CUDA kernel. The new kernel launches a function on the device's stream (``launch
 runs PyTorch's own CPU operator on the bytes of the device (``arguments``). PyTorch itself still
 handles memory, copies, streams, events and graphs.
 
-Without ``EMUCUDA_MACHINE``, no operator changes. The hook then only loads the stand-ins, if the
-environment has stand-ins. With a real driver, no operator changes either, because ``launches``
-refuses every driver but the emulated one.
+Without ``EMUCUDA_MACHINE``, no operator changes. If the environment has stand-ins, the hook then
+only loads them, and the emulated runtime if NVIDIA's runtime is not installed. With a real driver,
+no operator changes either, because ``launches`` refuses every driver but the emulated one.
 """

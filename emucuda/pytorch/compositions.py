@@ -127,8 +127,8 @@ def _addmm(
     return beta * added.to(out_dtype) + alpha * _mm(one, other, out_dtype)
 
 
-#: For each operator, the function that computes it on the host. The key is the operator's name.
-#: It has the name of the overload, as in "mm.dtype", if this is not the default overload.
+#: For each operator, the function that computes it on the host. The key is the operator's name. For
+#: an overload other than the default one, the name of the overload follows, as in "mm.dtype".
 COMPOSITIONS = {
     "_fused_rms_norm_backward": _rms_norm_backward,
     "mm.dtype": _mm,

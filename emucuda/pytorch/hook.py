@@ -57,7 +57,7 @@ class _Finder:
 
 
 def install() -> None:
-    """Install the finder, which acts at ``import torch``. If torch is imported, do nothing."""
+    """Install the finder, which acts at ``import torch``. If torch is there already, do nothing."""
     if "torch" not in sys.modules and not any(isinstance(f, _Finder) for f in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

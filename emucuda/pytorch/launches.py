@@ -58,7 +58,7 @@ class Launcher:
         self._table = table.contents
         self._functions: dict[int, ctypes.c_void_p] = {}
         self._work: dict[int, Callable[[], None]] = {}
-        self._kept: set[int] = set()  # the keys of work that graphs have captured
+        self._kept: set[int] = set()  # keys of work in graphs, which stays until the process ends
         self._keys = itertools.count(1)
         self._thread = threading.local()
         self._entry = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(self._called)

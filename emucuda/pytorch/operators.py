@@ -193,7 +193,11 @@ def _no(*_: Any, **__: Any) -> bool:
 
 
 def _copier(launcher: Launcher) -> Callable[..., torch.Tensor]:
-    """Return the new ``copy_``. It runs PyTorch's own code if the driver can do the whole copy."""
+    """Return the new ``copy_``.
+
+    A copy between two device tensors is a launch, unless the tensors are contiguous and alike.
+    All other copies run PyTorch's own code.
+    """
     native = torch.ops.aten.copy_.default
     keys = DispatchKeySet(DispatchKey.CPU)  # this kernel of copy_ is the same for all devices
 

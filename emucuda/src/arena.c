@@ -146,8 +146,8 @@ CUresult arena_open_device(int device)
 
 void *arena_host(uint64_t user_address) { return (void *)(user_address + driver.delta); }
 
-/* Writes with pwrite() into the device's memfd. A write to mapped memory causes a page fault for
- * each new page, and takes three times as long. */
+/* Writes with pwrite() into the device's memfd. If the pages are new, a write through the mapping
+ * causes a page fault for each page, and takes three times as long. */
 bool arena_write(int device, uint64_t address, const char *from, uint64_t size, bool repeated)
 {
     int fd = device >= 0 ? driver.device[device].fd : -1;

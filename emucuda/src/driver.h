@@ -60,8 +60,8 @@ struct ranges {
 
 struct device {
     uint32_t physical;  /* index in the machine; a restore onto another device changes it */
-    uint32_t pci_index; /* the number in the PCI id; a migration does not change it, as
-                         * NVIDIA/cuda-checkpoint #48 reports */
+    uint32_t pci_index; /* the index in the PCI id; never changes, because the real driver shows an
+                         * old PCI id after a migration (NVIDIA/cuda-checkpoint #48) */
     int fd;             /* memfd with the bytes, -1 until the first context */
     uint64_t window, window_size; /* of the user half */
     struct ranges free;
@@ -161,9 +161,9 @@ CUresult gate_enter(int *passed);
 void gate_leave(const int *passed);
 void gate_inside(int change); /* 1: the thread begins a host call; -1: the thread ends a host call.
                                * Inside a host call, the thread's own calls pass a closed gate. */
-bool gate_close(uint64_t deadline); /* closes the gate and waits for running work. Returns false if
-                                     * work is still running at the deadline; 0 means no
-                                     * deadline. */
+bool gate_close(uint64_t deadline); /* closes the gate and waits for running work. If work still
+                                     * runs at the deadline, opens the gate and returns false. 0
+                                     * means no deadline. */
 void gate_open(void);
 bool sync_returns_early(void); /* returns true while the process is LOCKED; crashes the process
                                 * while it is CHECKPOINTED or FAILED */
@@ -309,7 +309,7 @@ CUresult launch_now(CUfunction kernel, CUstream stream, const struct launch *lau
 CUresult host_now(CUstream stream, void (*function)(void *), void *data);
 
 /* ---- capture.c: each function returns true if the call must not run. A capture has then recorded
- * the call, or `*result` has the reason why the capture refuses the call. ---- */
+ * the call, or `*result` has the error that the call returns. ---- */
 bool capture_copy(CUstream stream, const CUDA_MEMCPY3D *p, bool wait, CUresult *result);
 bool capture_fill(CUstream stream, const CUDA_MEMSET_NODE_PARAMS *p, bool wait, CUresult *result);
 bool capture_launch(CUstream stream, CUfunction kernel, const struct launch *launch, void **params,
@@ -318,8 +318,8 @@ bool capture_host(CUstream stream, void (*function)(void *), void *data, CUresul
 bool capture_alloc(CUstream stream, size_t size, struct pool *pool, CUdeviceptr *out, CUresult *result);
 bool capture_free(CUstream stream, uint64_t address, CUresult *result);
 bool capture_event(CUstream stream, struct event *event, bool wait, CUresult *result);
-/* For a call that a capture does not allow: breaks the capture and returns true. Looks at all
- * streams of `context`; if `context` is NULL, looks at `stream`. */
+/* For a call that a capture does not allow: if a stream is in capture, breaks the capture and
+ * returns true. Looks at all streams of `context`; if `context` is NULL, looks at `stream`. */
 bool capture_refuses(CUstream stream, const struct context *context, CUresult *result);
 void capture_drop(struct stream *stream); /* call this with the lock held when the stream ends */
 void event_unmark(struct event *event);

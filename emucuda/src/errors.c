@@ -133,7 +133,7 @@ static int find(CUresult code)
     return -1;
 }
 
-/* If `name` is null, this call causes a segmentation fault, as in the real driver. */
+/* If `name` or `text` is null, these calls cause a segmentation fault, as in the real driver. */
 EXPORT CUresult cuGetErrorName(CUresult code, const char **name)
 {
     int i = find(code);

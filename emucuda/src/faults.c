@@ -174,9 +174,9 @@ static bool same_file(const struct stat *st)
 }
 
 /* Reads the faults file again if it has changed. Python changes faults_touch whenever it changes
- * the file. So without `look`, this function only compares faults_touch. With `look`, it also calls
- * lstat(), and so notices an edit by hand. NVML and checkpoint calls set `look`, because the time
- * of lstat() does not matter there. */
+ * the file. So without `look`, this function looks at the file only if faults_touch has changed.
+ * With `look`, it always calls lstat(), and so notices an edit by hand. NVML and checkpoint calls
+ * set `look`, because the time of lstat() does not matter there. */
 static void refresh(bool look)
 {
     uint64_t touch = __atomic_load_n(&machine->faults_touch, __ATOMIC_ACQUIRE);

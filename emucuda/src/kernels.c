@@ -106,7 +106,8 @@ static CUresult illegal_address(void **params)
 }
 
 /* Runs a function of the program on the host. The program launches, captures and replays the call
- * like a kernel. The function returns 0 or an error; an error ends the context. */
+ * like a kernel. The function returns 0, or the error with which the launch ends the
+ * context. */
 static CUresult host_call(void **params)
 {
     CUresult (*function)(uint64_t) = (CUresult(*)(uint64_t))(uintptr_t)u64(params, 0);

@@ -37,7 +37,7 @@ uint64_t now_ns(void)
 
 void sleep_until(uint64_t ns)
 {
-    if (now_ns() >= ns) /* avoids a system call, which takes 20 us */
+    if (now_ns() >= ns) /* this check saves a system call, which would take 20 us */
         return;
     struct timespec t = {(time_t)(ns / 1000000000ull), (long)(ns % 1000000000ull)};
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL) == EINTR)
@@ -146,8 +146,8 @@ static struct machine *create_file(const char *path, const struct spec *spec)
     m->abi = MACHINE_ABI;
     m->size = sizeof *m;
     m->spec = *spec;
-    m->faults_touch = 1; /* not 0, so that each process reads the faults file: the file may be older
-                          * than the machine */
+    m->faults_touch = 1; /* differs from faults_seen, so that the first process reads the faults
+                          * file: the file may be older than the machine */
     init_mutex(&m->lock);
     for (unsigned i = 0; i < spec->count; i++)
         make_uuid(i, m->uuid[i]);

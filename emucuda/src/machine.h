@@ -175,8 +175,9 @@ struct machine {
 
 _Static_assert(offsetof(struct machine, faults_touch) == 16, "faults.py writes there");
 
-/* Maps the machine that the environment describes. A second call does nothing, and any thread may
- * call this function. It returns one of these values: */
+/* Maps the machine that the environment describes. Any thread may call this function. After
+ * MACHINE_CONFLICT, the next call tries again. After another result, later calls only return this
+ * result. The result is one of these values: */
 enum { MACHINE_OK = 0, MACHINE_NONE, MACHINE_BAD, MACHINE_CONFLICT };
 int machine_open(void);
 extern struct machine *machine; /* NULL until machine_open() succeeded */
@@ -231,7 +232,7 @@ void pci_bus_id(unsigned device, char *out, size_t size);
  * fault's `used`. `device` < 0: any device. A fault with a count no longer applies when `used` has
  * reached the count. */
 bool fault_hit(enum fault_kind kind, pid_t pid, int device, const char *op, struct fault *out);
-/* Like fault_hit(), but does not change `used`, and applies to any call. */
+/* Like fault_hit(), but does not change `used`, and ignores which call the fault names. */
 bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out);
 bool faults_pending(void); /* a cheap check whether any fault may be set */
 bool device_is_lost(unsigned device);

@@ -32,13 +32,13 @@ static const struct entry {
     {"cuGetProcAddress", 12000, (void (*)(void))cuGetProcAddress_v2, (void (*)(void))cuGetProcAddress_v2},
 };
 
-/* Since 580, the driver refuses each call whose version is above the driver's own version. The
- * driver compares signed numbers, so it accepts -1, which stands for the newest version. */
+/* Since 580, the driver refuses a version above its own version, whatever the name is. The driver
+ * compares signed numbers, so it accepts -1, which stands for the newest version. */
 static bool refused(int version, uint64_t flags) { return flags > FLAGS || version > CUDA_VERSION; }
 
-/* Returns the address of the function `name` in `version` of the API, or NULL. This comparison is
- * unsigned, as in NVIDIA's libraries. The variants for per-thread streams exist since CUDA 7
- * (tests/driver_records). */
+/* Returns the address of the function `name` in `version` of the API, or NULL. This function
+ * compares versions as unsigned numbers, as NVIDIA's libraries do. The variants for per-thread
+ * streams exist since CUDA 7 (tests/driver_records). */
 static void *lookup(const char *name, int version, uint64_t flags, int *status)
 {
     const bool per_thread = flags & PROC_PER_THREAD_STREAM;

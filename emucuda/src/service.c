@@ -136,8 +136,8 @@ static void *serve(void *started)
     return NULL;
 }
 
-/* Starts the service thread at the first call. cuInit calls this function, and so does each new
- * context. */
+/* Starts the service thread at the first call. cuInit calls this function. Each new context also
+ * calls it, with the lock held. */
 CUresult service_start(void)
 {
     static uint32_t started;

@@ -23,8 +23,8 @@ struct record {
     int32_t kind;
     int32_t pid;
     int32_t fd;     /* descriptor of the device's memory in that process */
-    uint64_t start; /* start time of that process: the kernel may give its pid to another process
-                     * later */
+    uint64_t start; /* start time of that process: after its end, another process may get its
+                     * pid */
     uint32_t device; /* index in the machine */
     uint32_t unused;
     uint64_t offset, size;

@@ -12,8 +12,8 @@
 #define MAX_MEMORY (1ull << 40)       /* bytes of one device */
 #define MAX_TOTAL (16ull << 40)       /* bytes of all devices together; the driver needs twice as
                                        * much address space */
-#define MIN_BANDWIDTH 1000000ull      /* lowest rate of copies, in bytes/s; lower numbers such as 8
-                                       * are refused, because their user means 8 GB/s */
+#define MIN_BANDWIDTH 1000000ull      /* lowest rate of copies, in bytes/s; lower numbers are
+                                       * refused: a user who writes 8 means 8 GB/s */
 #define DEFAULT_CONTEXT (64 * MIB)
 
 /* Sources of the rates. Copies and device memory have the published rates of PCIe 5.0 and 4.0 x16,

@@ -21,8 +21,9 @@ struct stream *stream_new(struct context *context, unsigned flags, int priority)
     return s;
 }
 
-/* Returns the thread's per-thread stream in the context. The first use creates the stream. The
- * stream exists until the process ends. */
+/* Returns the thread's per-thread stream in the context. The first use creates the stream. So does
+ * the next use after the thread has used such a stream of another context. A stream exists until
+ * the process ends. */
 static struct stream *per_thread(struct context *context)
 {
     static __thread struct stream *cache;

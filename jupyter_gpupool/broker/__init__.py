@@ -16,7 +16,7 @@
 ``core``                what all parts share: pool, sessions, journal, clock
 ``runner``              gives the pool an event, writes the journal, performs the actions
 ``sessions``            what the broker knows of each kernel besides the pool's record
-``stirs``               tells clients about changes for which the journal gets no row
+``stirs``               tells readers of the status about changes without a row in the journal
 ``lifecycle``           ends sessions and their waits
 ``transport/auth``      the peer of a connection, and what that user may do
 ``transport/listener``  the socket's file, and accepting connections
@@ -34,7 +34,7 @@
 ``messages/elsewhere``  elsewhere; loaded in a cluster only
 ``messages/remote``     place, order, orders, perform, performed; loaded in a cluster only
 ``hosting``             kernels for servers on other machines; loaded in a cluster only
-``messages/parsing``    reads a message, and checks that its sender may send it
+``messages/parsing``    reads the request in a message, and checks that its sender may make it
 ``messages/snapshot``   the answer to status
 ``messages/explanation``  the answer to why
 ``hour``                devices and queue in each minute of the last hour
@@ -64,7 +64,7 @@
 ``store/files``         the start record; restores files, and removes left-over files
 ``metrics``             switches ``figures`` on and off, and serves them
 ``ratelimit``           limits rows, log records and loop time of one user or one cause
-``environment``         the driver that the broker uses; the broker's open files and limits
+``environment``         the driver that the broker uses, its files; the limit of open files
 ``wakeups``             makes Linux run the event loop sooner after a message
 ``supervisor``          sockets of systemd, and messages to it
 ``shutdown``            signals, and a shutdown in bounded time

@@ -21,7 +21,7 @@ from ..endpoint import MACHINE_SOCKET, find_socket, is_usual_socket, machine_ser
 from .transport.auth import Access, Peer
 from .transport.listener import is_machine_wide
 
-#: An answer about schedules stays valid for this many seconds.
+#: The broker may repeat an answer about schedules for this many seconds.
 SCHEDULE_LASTS = 5.0
 
 

@@ -211,7 +211,7 @@ class Core:
             self.flush_later()
 
     def note_missing(self, *, all_of_them: bool = False) -> None:
-        """Write a row for each user whose rows were too many; it has the number of omitted rows."""
+        """For each user whose rows were too many, write a row with the number of omitted rows."""
         for owner, kinds in self._rows.summaries(self.now(), all_of_them=all_of_them):
             self.note(
                 "omitted", owner=owner, detail={"rows": dict(kinds)},

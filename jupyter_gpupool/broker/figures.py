@@ -55,7 +55,8 @@ PREFIX = "jupyter_gpupool_"
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 #: Why a session left its slice. ``waiting``: the pool took the slice of an idle kernel for a
-#: waiting kernel. ``preempted``: the pool took the slice of a kernel in use.
+#: waiting kernel, or for another reason, for example an admin's order. ``preempted``: the pool took
+#: the slice of a kernel in use.
 CAUSES = ("idle", "release", "waiting", "preempted")
 
 #: The broker serves the same page for this many seconds, because any local user may ask as often as
@@ -190,7 +191,7 @@ class Figures:
 
         The figures are at most ``FRESH`` seconds old. If ``new_format`` is true, the format is
         OpenMetrics. Otherwise it is the text format of Prometheus. The event loop reads the
-        figures. A thread makes the text, because this takes ten times as long.
+        figures. A thread makes the text, because this work takes ten times as long.
         """
         async with self._turn:
             now = asyncio.get_running_loop().time()

@@ -146,7 +146,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
     The caller must not have reaped the program.
 
-    The program may not end in this time, because its user controls it. It may be stopped, it may
+    The user of the program controls the program. So the program may be stopped, the program may
     ignore the end of its input, and its children may keep its output open.
     """
     with suppress(ProcessLookupError, PermissionError):
@@ -238,7 +238,7 @@ class Hosting:
         raise RefusedError(f"There is no order {str(do)[:40]!r}.", code=Code.UNKNOWN_TYPE)
 
     async def _look(self, uid: int, kernels: Any) -> Mapping[str, Any]:
-        """Return the sessions of a user's kernels and the GPUs of these sessions."""
+        """Return the sessions of a user's kernels, as ``status`` shows them, and their GPUs."""
         if not isinstance(kernels, list) or len(kernels) > MOST_LOOKED:
             raise RefusedError(
                 f"An order may ask about at most {MOST_LOOKED} kernels.", code=Code.BAD_REQUEST
@@ -255,8 +255,9 @@ class Hosting:
     async def _in_thread(self, uid: int, work: Callable[[], _T]) -> _T:
         """Run ``work`` in a new thread; return its result.
 
-        The thread may hang with a user's files, a user's processes, or the account database. So the
-        broker limits the number of such threads, and does not wait for them when it ends.
+        The thread may hang, because a user's files, processes and account are on systems that may
+        hang. So the broker limits the number of such threads. It does not wait for them when it
+        ends.
         """
         in_all = self._working.total() - self._working[-1]
         own = self._working[uid]

@@ -24,9 +24,9 @@ class HostRoom:
     """Sets host memory aside for suspended state, within the limits of all levels.
 
     A level is the machine or a control group. Its room is its free memory, less the part that must
-    stay free, less the bytes of the suspends under way. The system's figures do not show these
-    bytes yet, and without them, two suspends could take the same bytes. A thread reads the system's
-    files.
+    stay free, less the bytes of the suspends under way. The system's figures do not show the copies
+    of these suspends yet. If this class did not subtract their bytes, two suspends could take the
+    same bytes. A thread reads the system's files.
     """
 
     def __init__(

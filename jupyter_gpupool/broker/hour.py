@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Keeps the last hour's figures of devices and queue in memory: one point for each minute.
 
-A minute may have no figures, because the broker did not run, or took no sample without a session.
+A minute has no figures if the broker did not run, or took no sample because no session was open.
 The point of such a minute is null, and a graph shows a gap.
 """
 

@@ -42,13 +42,13 @@ class Metrics:
         self._served: tuple[Figures, Endpoint] | None = None
 
     def configure(self) -> None:
-        """Serve the metrics at the configured port, or stop to serve them if no port is configured.
+        """Serve the metrics at the configured port, or nowhere if no port is configured.
 
         Another process may use the configured port, for example if several users' own brokers read
         the same machine-wide configuration. The broker then logs this and continues to run, because
         kernels do not depend on metrics. If the broker served the metrics at another port before,
-        it goes on to serve them at that port. The next call of this method tries the configured
-        port again.
+        it still serves them at that port. The next call of this method tries the configured port
+        again.
         """
         port = self._configuration.settings.metrics_port
         if port and port != self.port:

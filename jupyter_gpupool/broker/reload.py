@@ -5,11 +5,11 @@
 If a user is no longer in the group of a session, the session moves to the user's first group, and
 uses the share of that group.
 
-This module checks whether the machine's GPUs suffice for the guarantees of a configuration. If they
-do not suffice at a SIGHUP, the broker refuses the new configuration. If they do not suffice at a
-start, the broker ends, with one exception: if the machine could give the same guarantees earlier,
-the broker starts with a warning. So a GPU that is missing today does not take the pool away from
-everybody.
+This module checks whether the machine's GPUs suffice for the guarantees and caps of the groups in a
+configuration. If they do not suffice at a SIGHUP, the broker refuses the new configuration, and the
+old configuration stays in force. If they do not suffice at a start, the broker ends, with one
+exception: if the machine could give the same guarantees earlier, the broker starts with a warning.
+So a GPU that is missing today does not take the pool away from everybody.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Reload:
     Parameters
     ----------
     limits:
-        Changes the settings to those for the pool of this machine. In them, the part of a shared
-        limit that this machine may not use counts as used by other machines.
+        Returns the settings as the pool of this machine must see them. In them, the part of a
+        shared limit that this machine may not use counts as used by other machines.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class Reload:
         Raises
         ------
         WrongConfiguration
-            If the GPUs do not suffice. The error has all faults of the configuration.
+            If the GPUs do not suffice and the machine did not give these guarantees earlier. The
+            error has all faults that were found.
         """
         timetable, journal = self._configuration.timetable, self._core.journal
         faults, kept = self._wrong_here(timetable), _guarantees(timetable)

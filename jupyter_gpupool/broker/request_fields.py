@@ -363,15 +363,15 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     #   A view has: serving, left_out (the number of machines that did not fit into the message),
     # nodes.
     #   A node has: name, state, age (seconds since its last report), summary (or null), counted
-    # (the part of the peer's limits that the node may use). ``counted`` has rows of kind, name,
-    # resource, window and amount.
-    #   A summary has: sessions (the number of the peer's sessions), gpus (the model and the free
-    # bytes of each GPU). Both are null if they did not fit into the message
+    # (how much of the peer's limits the ledger counts for the node). ``counted`` has rows of kind,
+    # name, resource, window and amount.
+    #   A summary has, among other fields: sessions (the number of the peer's sessions), gpus (the
+    # model and the free bytes of each GPU). Both are null if they did not fit into the message
     "cluster": ({}, {}),
     # on a machine of a cluster: show what the other machines have for a session that waits. ok:
-    # machines (sentences about each other machine: how much of the session's limits it has, and
-    # whether it has room for such a kernel), considered (for each other machine: its name, and a
-    # text that says whether it has room)
+    # machines (sentences about each other machine: how much of the session's limits it may use, and
+    # whether it has room for such a kernel; one sentence says so if the ledger does not answer),
+    # considered (for each other machine: its name, and a text that says whether it has room)
     "elsewhere": ({}, {"session": Text()}),
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),

@@ -64,10 +64,11 @@ class Runner:
         self._events: deque[e.Event] = deque()
         self._handling = False
         self._stopped = False
-        #: Whether the pool has changed a lease since the last commit. The runner then commits
-        #: before the event loop runs another task.
+        #: Whether a session's state has changed since the last commit, other than between active
+        #: and idle. The runner then commits before the event loop runs another task.
         self._owed = False
-        #: By session: why its lease has changed. Its agent does not know the change yet.
+        #: The sessions whose agents do not know their changed lease yet. By session: the reason of
+        #: the last change.
         self._news: dict[str, str] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at: float | None = None

@@ -72,11 +72,12 @@ class Use:
     held: bool = False
     #: Why the session cannot be suspended; empty if no reason is known.
     pins: str = ""
-    #: The value that this broker last wrote into the session's page: whether other sessions wait
-    #: for memory. None: this broker has not written it yet.
+    #: Whether the session's page says that the pool may preempt the session for a session that
+    #: waits; None until this broker has written this into the page.
     contended: bool | None = None
     #: ``busy_at``: loop time at which the broker last saw the session use CUDA. ``looked_at``: loop
-    #: time at which the broker last read the whole page of the session while the session used CUDA.
+    #: time at which a round last read the whole page because of new CUDA calls; at first, the time
+    #: at which the lease began.
     busy_at: float = float("-inf")
     looked_at: float = float("-inf")
     #: Loop time at which its whole page was last read.
@@ -137,7 +138,7 @@ class LiveSession:
     #: By device: the bytes that a suspend moves to host memory now. The journal has these numbers,
     #: because the broker may restart during the suspend.
     moving: Mapping[str, int] = field(default_factory=dict)
-    #: The pool's time at which the session began to wait; 0.0 if it does not wait. The journal's
+    #: The pool's time at which the session last began to wait; 0.0 after an attach. The journal's
     #: row of the attach shows how long it waited.
     queued_at: float = 0.0
     #: The number of messages that the agent and the guards of the session have sent.

@@ -238,7 +238,11 @@ class SharedLimits:
             self._window = asyncio.get_running_loop().call_later(wait, self._look)
 
     def _watch_expiry(self) -> None:
-        """Log if the ledger is lost or answers again; set a timer for the time when it is lost."""
+        """Log if the ledger is lost or answers again.
+
+        While the ledger answers, set a timer. If the ledger then does not answer in time, the timer
+        applies the rule for a lost ledger.
+        """
         now, until = time.monotonic(), self._budgets.until
         connected = now < until
         if connected != self._connected:

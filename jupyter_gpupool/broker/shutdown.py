@@ -66,7 +66,10 @@ class Ending:
             self._event.set()
 
     def before_force(self, act: Callable[[], None]) -> None:
-        """Call ``act`` before a forced end. It removes a file that would hinder the next start."""
+        """Call ``act`` before a forced end, which skips the broker's usual clean-up.
+
+        ``act`` removes files that would hinder the next start.
+        """
         self._last_acts.append(act)
 
     def ask(self) -> None:

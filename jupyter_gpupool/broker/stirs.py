@@ -20,7 +20,8 @@ import asyncio
 from typing import Callable
 
 #: After this many seconds without a change, a session counts as quiet. While short cells run one
-#: after the other, an agent reports every 0.05 s (``kernel/holds.py``).
+#: after the other, an agent reports every 0.05 s (``kernel/holds.py``). So a longer pause means
+#: that the cells have ended.
 SETTLED = 0.06
 
 #: A reader that learns of a change of the queue asks for a status. So the broker tells at most

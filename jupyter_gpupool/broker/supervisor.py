@@ -92,7 +92,10 @@ class Supervisor:
             await asyncio.sleep(min(pauses, default=0.0))
 
     def _say(self, *lines: str) -> bool:
-        """Send a message and return True; return False if the message could not be sent."""
+        """Send a message; return False if it could not be sent, and raise no error.
+
+        Without a service manager, send nothing and return True.
+        """
         if not self._address:
             return True
         address = self._address

@@ -18,8 +18,8 @@ from .configuration import Configuration
 from .core import Core
 
 #: The longest time in seconds between two checks of the time of day. A timer does not count the
-#: time for which the machine sleeps. So without this check, the broker would not notice that the
-#: machine has slept, or that somebody has set the clock.
+#: time for which the machine sleeps. So only a check of the time of day shows that the machine has
+#: slept, or that somebody has set the clock.
 LOOK = 15.0
 
 #: A timer may fire a little before a change of schedule. The timekeeper then sets the timer again,

@@ -2,6 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool check-config``: prints what a configuration means, and its mistakes.
 
+It also prints the next change of schedule, and how the files differ from the running broker.
 :func:`examine` collects a report of JSON values; :mod:`.config_report` writes it for people.
 """
 

@@ -80,7 +80,7 @@ def _figures(summary: Mapping[str, Any] | None) -> tuple[str, ...]:
     devices, out = summary["devices"], summary["out"]
     return (
         f"{devices} ({out} out of service)" if out else str(devices),
-        # The ledger knows only the models of GPUs in service.
+        # The ledger does not know the models of GPUs that are out of service.
         models(summary["gpus"] or ()) or "-",
         format_bytes(summary["granted"]),
         format_bytes(summary["free"], rounding="down"),

@@ -130,7 +130,7 @@ def _has_begun(manager: Manager, base: Path) -> bool:
 
 
 def _kept(manager: Manager, found: Mapping[Path, Path]) -> tuple[Path, ...]:
-    """Print and return the configuration files that the installed service uses."""
+    """Print and return the files after ``--config`` in the command of the installed service."""
     kept = tuple(
         path for file in found.values() for path in earlier_config(manager, file.read_text())
     )
@@ -195,8 +195,8 @@ def _check_programs(layout: Layout) -> None:
     """Refuse to install if a user who is not root can change a program that root would run."""
     package = Path(__file__).resolve().parents[1]
     # The broker starts in another folder, and without the PYTHONPATH of this process. So this check
-    # leaves out the first entry of sys.path (the folder of this process) and the entries from
-    # PYTHONPATH.
+    # leaves out the first entry of sys.path (the present folder, or the script's folder) and the
+    # entries from PYTHONPATH.
     here = [*sys.path[:1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     imported = [Path(folder) for folder in sys.path if folder and folder not in here]
     programs = [layout.python, package, *imported, *layout.config]

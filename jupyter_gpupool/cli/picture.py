@@ -128,7 +128,7 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
 
 
 def _order(session: Snapshot, place: Mapping[str, int]) -> tuple[int, int, str]:
-    """Return the sort key of a session: first the sessions with a slice, then the queue."""
+    """Return the sort key of a session: sessions with a slice by device, then the queue."""
     if session.get("granted_bytes"):
         return 0, place.get(str(session.get("device")), 0), str(session["id"])
     return 1, session.get("queue_position") or 1 << 30, str(session["id"])
@@ -319,7 +319,7 @@ def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str
 
 
 def _leaving(session: Snapshot, now: float) -> str:
-    """Return a text about when an idle session loses its slice; "" if this time is unknown.
+    """Return a text about when an idle session loses its slice; "" if it keeps the slice.
 
     If a waiting session wants the slice, the text says only whether the session may lose it now.
     """
@@ -342,9 +342,10 @@ def _uses(session: Snapshot) -> str:
 
 
 def _left(session: Snapshot) -> str:
-    """Return how many GPU-seconds the session may still use today, as text; "" without a budget.
+    """Return what is left of the session's daily budget, in GPU-seconds; "" without a budget.
 
-    If its user and its group both have a daily budget, the budget with less left counts.
+    If its user and its group both have a daily budget, the budget with less left counts. If one of
+    them is used up, the text is "none".
     """
     found = [session.get(name) or {} for name in ("usage", "group_usage")]
     left = [u["daily"] - u["today"] for u in found if u.get("daily") is not None]

@@ -75,9 +75,10 @@ class Layout:
 class Manager:
     """A service manager: its files, and the commands that start and end the service.
 
-    After the files are written, the commands ``upgrade`` run if the service was installed before,
-    else the commands ``begin``. The commands ``end`` run before the files are removed. Each command
-    may run a second time, because an earlier installation may have stopped halfway.
+    After the files are written, the commands ``upgrade`` run if an earlier installation was
+    complete (see ``sign``), else the commands ``begin``. The commands ``end`` run before the files
+    are removed. Each command may run a second time, because an earlier installation may have
+    stopped halfway.
     """
 
     files: Callable[[Layout], list[ServiceFile]]

@@ -41,7 +41,7 @@ def socket_path(given: str) -> Path:
 
 
 def style_for(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Style:
-    """Return the style for ``stream``. Only a terminal gets colours, unless NO_COLOR is set."""
+    """Return the style for ``stream``: only a terminal has colours, and NO_COLOR turns them off."""
     terminal = stream.isatty()
     width = shutil.get_terminal_size((100, 24)).columns or 100
     colour = terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"

@@ -16,8 +16,8 @@ Snapshot = Mapping[str, Any]
 #: The columns by which the table can be sorted. ``<`` and ``>`` step through them in this order.
 SORTS = ("waste", "slice", "used", "busy", "unused", "idle", "waits", "owner")
 
-#: The table shows how busy a session was only if the session has had a slice for at least this many
-#: seconds.
+#: The table shows BUSY and UNUSED of a session, and sorts it by waste, only if the session has had
+#: a slice for at least this many seconds.
 LEAST = 1.0
 
 

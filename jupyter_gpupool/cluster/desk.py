@@ -148,7 +148,7 @@ class Desk:
         self._do(ev.MembersChanged(now=now, names=frozenset(members)))
 
     def view(self) -> dict[str, Any]:
-        """Return a view for people: the members, and how much of each limit each of them has."""
+        """Return a view for people: the members, and how much of each limit counts for each."""
         self._do(ev.Tick(now=time.monotonic()))
         return {
             "epoch": list(self._ledger.epoch),

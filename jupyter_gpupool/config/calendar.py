@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Iterator, Sequence
 
 #: Every rule begins at least once in this many seconds, in which each weekday occurs at least
-#: twice. One weekday would not be enough, because the clock may skip the rule's hours on this day.
+#: twice. One day would not be enough, because the clock may skip the rule's hours on that day.
 HORIZON = 15 * 86400
 
 #: The minutes of a day.

@@ -42,10 +42,10 @@ _LOGGED: set[str] = set()
 
 
 def not_logged(text: str) -> bool:
-    """Return whether the caller must log ``text``: True only at the first call with this text.
+    """Return True at the first call with this ``text``, so that the caller logs it only once.
 
-    The provisioner and the server extension may notice the same difference, but one of them is
-    enough to log it.
+    The result is False if ``text`` is "". Both the provisioner and the server extension may notice
+    the same difference.
     """
     if not text or text in _LOGGED:
         return False

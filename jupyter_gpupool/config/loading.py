@@ -75,9 +75,9 @@ def load_timetable(
     Unlike Jupyter Server, the function does not search the working directory, because a broker may
     start in a folder of notebooks.
 
-    With ``only_given``, it reads only ``config_files`` and ``overrides``. It also checks the
-    settings under the schedules that are in force in the year from ``now`` (seconds since the
-    epoch) on.
+    With ``only_given``, it reads only ``config_files`` and ``overrides``. With or without
+    ``only_given``, it checks the settings under all schedules for one year. This year begins at
+    ``now`` (seconds since the epoch; None means the present time).
 
     Raises
     ------
@@ -166,8 +166,8 @@ class _Places:
 def _note_origins(origins: dict[str, str], merged: Config, more: Config, origin: str) -> None:
     """Store ``origin`` for each option whose value in ``more`` differs from that in ``merged``.
 
-    A server passes its whole configuration, including the values that it has read from files. For
-    these values the file stays the origin.
+    A server passes its whole configuration, including the values that it has read from files. If
+    ``merged`` has the same value from a file, the file stays the origin.
     """
     before = merged.get("GPUPool", {})
     for name, value in more.get("GPUPool", {}).items():

@@ -113,7 +113,7 @@ class _Overuse(Enum):  # type: ignore[type-arg]
 
 
 class GPUPool(Configurable):
-    """The options by which an admin configures a GPU pool. Kernels do not read them."""
+    """All options by which an admin configures a GPU pool. Brokers read them, kernels never do."""
 
     devices = _option(
         List(AnyTrait(), default_value=None, allow_none=True),
@@ -777,7 +777,7 @@ class GPUPool(Configurable):
 def _plain(value: Any) -> str:
     """Return a text in place of a value that JSON cannot represent.
 
-    For a function the text is its name, which is the same in every process.
+    For a function the text has the function's name, so the text is the same in every process.
     """
     return f"function {value.__qualname__}" if hasattr(value, "__qualname__") else str(value)
 

@@ -33,8 +33,8 @@ QUOTA_KEYS = tuple(
     {field: key for key, field in _QUOTA_FIELDS.items()}.get(f.name, f.name) for f in fields(Quota)
 )
 
-#: If the admin writes the reserve as a share of a limit, the reserve is at least LEAST_RESERVE
-#: bytes, or at least a quarter of the limit (limit // MOST_RESERVE_PART) if the quarter is less.
+#: If the reserve is a share of a limit, and the share is not 0, the reserve is at least
+#: LEAST_RESERVE bytes, or a quarter of the limit (limit // MOST_RESERVE_PART) if that is less.
 LEAST_RESERVE, MOST_RESERVE_PART = 1 << 30, 4
 
 

@@ -54,7 +54,7 @@ class Schedule:
 
 
 def read_schedules(value: Sequence[Any]) -> tuple[Schedule, ...]:
-    """Return the schedules in ``c.GPUPool.schedules``; :func:`wrong_settings` checks their values.
+    """Return the schedules in ``c.GPUPool.schedules``, without a check of what they set.
 
     Raises
     ------

@@ -121,8 +121,8 @@ class Timetable:
     def overruled(self, now: float) -> list[str]:
         """Return a sentence for each schedule that sets a value without effect.
 
-        A value has no effect if later schedules set the same value whenever this schedule is in
-        force in the next year.
+        A value has no effect if later schedules in the list overwrite it whenever this schedule is
+        in force in the next year.
         """
         schedules, found = self.base.schedules, []
         combinations = self.combinations(now)
@@ -191,7 +191,7 @@ def _begun(fault: Fault) -> str:
 
 
 def _written(values: Mapping[str, Any], path: Sequence[OptionKey]) -> tuple[OptionKey, ...]:
-    """Return the first keys of ``path``, up to the first key that ``values`` does not contain."""
+    """Return the keys of ``path`` before the first key that ``values`` does not contain."""
     found: list[OptionKey] = []
     at: Any = values
     for key in path:

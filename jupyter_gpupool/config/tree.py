@@ -20,8 +20,9 @@ from .grouping import Groups, Members
 from .mistakes import Fault
 from .settings import BrokerSettings
 
-#: A sum of guarantees may exceed its limit by this many bytes. A percentage of a machine is rarely
-#: a whole number of bytes, so rounding can make a sum slightly too large.
+#: On a machine, a portion or a sum of portions may exceed its limit by this many bytes. A
+#: percentage of a machine is rarely a whole number of bytes, so rounding can make a sum slightly
+#: too large.
 _ROUNDING = 1 << 20
 
 
@@ -68,7 +69,7 @@ def _wrong_parents(tree: Mapping[str, Group]) -> list[Fault]:
 
 
 def _order(members: Mapping[str, Members]) -> Iterator[Fault]:
-    """Yield a fault if two groups with equal ``order`` list the same user, Unix or Hub group."""
+    """Yield a fault for each user, Unix group or Hub group in two groups with equal ``order``."""
     ways: list[tuple[str, str, Callable[[Members], Sequence[str]]]] = [
         ("users", "The user {} is", lambda rule: rule.users),
         ("unix_groups", "The Unix group {} is", lambda rule: rule.unix_groups),

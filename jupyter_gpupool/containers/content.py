@@ -45,7 +45,10 @@ class Content:
         self.guard, self.driver = self.folder / FOLDER, self.folder / "emulated"
 
     def environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return ``environment``, with the path of the emulated driver if the GPUs are emulated."""
+        """Return ``environment`` as the variables of a kernel in a container.
+
+        If the GPUs are emulated, the result has the folder of the emulated driver's libraries.
+        """
         paths = {"LD_LIBRARY_PATH": str(self.driver)} if self._emulated is not None else {}
         return {**environment, **paths}
 

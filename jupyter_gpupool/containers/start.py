@@ -14,7 +14,7 @@ PYTHON = (3, 10)
 
 
 def problem(library: str) -> str:
-    """Return why this image cannot load the guard from the file ``library``; "" if it can."""
+    """Return why this image cannot use the guard in the file ``library``; "" if it can."""
     if sys.version_info < PYTHON:
         return "Pooled GPU kernels need Python {}.{} or newer, and this image has {}.{}".format(
             *PYTHON, *sys.version_info[:2]

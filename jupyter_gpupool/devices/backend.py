@@ -209,8 +209,8 @@ class Devices(Protocol):
         """Start with the devices that an earlier broker found, without calling the driver.
 
         The broker calls this method instead of :meth:`start` if the driver must not be used now.
-        The result is the state after :meth:`stand_down` of the whole driver. The method returns the
-        devices in ``known``.
+        The method stands down the whole driver at once, with ``reason`` (see :meth:`stand_down`).
+        It returns the devices in ``known``.
         """
 
     async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
@@ -251,7 +251,8 @@ class Devices(Protocol):
     def has_file(self, uuid: str) -> bool:
         """Return whether the device has its own device file, so that :meth:`holders` accepts it.
 
-        A part of a GPU, such as a MIG instance, has no file of its own.
+        A part of a GPU, such as a MIG instance, has no file of its own: it shares the file of the
+        whole GPU.
         """
 
     def holders(self, uuid: str = "") -> tuple[list[FileHolder], int]:
@@ -303,7 +304,9 @@ class GuardedDevices(Devices, Protocol):
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
         """Let a process continue, after an earlier broker died during the landing of the process.
 
-        Return the driver's state before the call, and why the process does not run ("" if it runs).
+        Return the driver's state before the call, and the problem that prevents the process from
+        running, or "". The problem is also "" if the process has ended, is stopped (SIGSTOP), does
+        not answer, or stays suspended with its state intact: these processes do not run, either.
         """
 
 

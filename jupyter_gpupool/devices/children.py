@@ -338,7 +338,8 @@ class Child:
             self._log.exception("A line from the %s process could not be handled", self.program)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        # The process has closed its stdout. From now on it counts as ended, even if it still runs.
+        # The process has closed its stdout, or was killed. From now on it counts as ended, even if
+        # it still exists.
         if self._process is process:
             self._process = None
         lost = ChildLost(f"The {self.program} process {process.pid} ended.", hung=False)

@@ -40,8 +40,8 @@ class Entry:
     base: str
     #: Whether the function is the variant for per-thread default streams.
     per_thread: bool
-    #: cuGetProcAddress returns this form of the function from this CUDA version on; 0: the version
-    #: is unknown.
+    #: The first CUDA version for which cuGetProcAddress returns this form of the function; 0: the
+    #: version is unknown.
     since: int
     kind: str
     #: The number of arguments, if the kind is ``wait``, ``note`` or ``back``. Otherwise 0.

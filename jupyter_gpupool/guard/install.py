@@ -17,7 +17,7 @@ from typing import Mapping, MutableMapping
 from ..errors import Code, GPUPoolError
 
 #: The guard's two libraries. The first receives the calls to the CUDA driver. The second receives
-#: the calls to NVML, and answers the queries about memory itself.
+#: the calls to NVML, and answers the queries about memory with the figures of the slice.
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 #: The name of the folder of links that :func:`guard_directory` makes. In a search path,
@@ -100,7 +100,7 @@ def guard_directory(base: Path) -> Path:
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o755)
-            folder.chmod(0o755)  # mkdir applies the umask, but all users' kernels must read it
+            folder.chmod(0o755)  # mkdir applies the umask, but all users' kernels read the folder
         for path in (base, folder):
             _check(path)
         for soname in LIBRARIES:

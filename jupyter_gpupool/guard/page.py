@@ -94,9 +94,9 @@ class Slot:
     """One process of the session. ``used`` and ``context`` are bytes by device.
 
     ``sees[i]`` names the device that the process sees as the session's device i (see
-    :func:`device_name`). ``nvml`` counts the NVML calls that run now. A suspend waits for these
-    calls, but they do not count as use of a device. ``held`` is 1 if a library's thread still waits
-    after an interrupt. ``at`` is the place of the slot in the page.
+    :func:`device_name`). ``nvml`` counts the main thread's NVML calls that run now. A suspend
+    waits for these calls, but they do not count as use of a device. ``held`` is 1 if a library's
+    thread still waits after an interrupt. ``at`` is the place of the slot in the page.
     """
 
     pid: int
@@ -128,7 +128,7 @@ class Reading:
 
     @property
     def inflight(self) -> int:
-        """Number of calls that are inside the driver now. A suspend must wait for them."""
+        """Number of calls inside the driver that a suspend must wait for."""
         return sum(slot.inflight for slot in self.slots)
 
     @property
@@ -149,7 +149,7 @@ class Reading:
 
     @property
     def cuda(self) -> bool:
-        """Whether any process has called cuInit. This call fixes the devices that it sees."""
+        """Whether any process has called cuInit: the devices of this process are then fixed."""
         return any(slot.flags & SLOT_CUDA for slot in self.slots)
 
     @property

@@ -29,7 +29,8 @@ _NOT_SUPPORTED = re.compile(
     re.IGNORECASE,
 )
 
-#: The exceptions that an interrupt by the user raises. The user needs no explanation of them.
+#: Names of the exceptions that an interrupt by the user raises. The user needs no explanation of
+#: them.
 _INTERRUPTS = ("KeyboardInterrupt", "GPUWaitInterrupted")
 
 
@@ -180,7 +181,10 @@ def _round_up(value: int) -> int:
 
 
 def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
-    """Return a copy of ``error`` that also says how the user can get a broker."""
+    """Return ``error``, which is about a missing broker, as a BrokerUnavailable with advice.
+
+    The message names the broker's socket, and the next step says what the user can do.
+    """
     named = str(link.path.with_suffix(".log")) in str(error)
     hint = "" if named else log_hint(link)
     if error.code in (Code.NO_BROKER, BrokerUnavailable.code):
@@ -199,7 +203,10 @@ def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
 
 
 def log_hint(link: SessionLink) -> str:
-    """Return a sentence that names the broker's log; "" if the broker serves the whole machine."""
+    """Return a sentence that names the broker's log; "" if the broker serves the whole machine.
+
+    The log shows why the broker does not answer.
+    """
     if link.path == MACHINE_SOCKET:
         return ""
     return f"The broker's log is {link.path.with_suffix('.log')}, if it was started for you."

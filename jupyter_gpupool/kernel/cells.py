@@ -352,7 +352,7 @@ class CellGate:
         return None
 
     def _tell_suspended(self) -> None:
-        """In ``manual`` policy, tell the user once per release that no CUDA call works now."""
+        """In ``manual`` policy, tell the user once per release that a CUDA call fails or waits."""
         if self._told_suspended != self.link.epoch:
             self._told_suspended = self.link.epoch
             then = "fails" if self.guard.on else "waits, and cannot be interrupted"

@@ -69,7 +69,7 @@ class GPUCommand:
 
 @dataclass(frozen=True)
 class CellRequest:
-    """The request in a ``%%gpu`` line: its memory in bytes, and all fields of the message."""
+    """What a ``%%gpu`` line asks for: its memory in bytes, and the ``request`` message's fields."""
 
     memory: int
     fields: Mapping[str, Any]

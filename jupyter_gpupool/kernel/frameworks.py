@@ -35,7 +35,7 @@ SMALLEST_SHARE = 0.5
 
 
 #: The environment variable with a copy of the value that the pool has given to
-#: ``CUDA_VISIBLE_DEVICES``. Only a kernel with a guard has this variable.
+#: ``CUDA_VISIBLE_DEVICES``. Only the processes of a session with a guard have this variable.
 OURS_VARIABLE = "GPUPOOL_VISIBLE"
 
 

@@ -19,7 +19,8 @@ from ..guard.page import CLOSED, PASSED, SLOT_CONTEXT, Page, PageError, Reading
 from ..procfs import ProcessId, alive
 from ..protocol import encode
 
-#: The environment variable with the path of the session's page. Only kernels with a guard have it.
+#: The environment variable with the path of the session's page, or ``PASSED``. Only the processes
+#: of a session with a guard have this variable.
 PAGE_VARIABLE = "GPUPOOL_PAGE"
 
 #: The guard's library, which replaces the driver's library of the same name.
@@ -143,8 +144,8 @@ class Guard:
     def away(self) -> bool:
         """Return whether this process's device state is in host memory, or will soon move there.
 
-        A CUDA call waits until the device state is back on the device. The page shows this: the
-        gate is closed, and this process has a context.
+        If this is true, a CUDA call waits until the device state is back on the device. The page
+        shows this state: the gate is closed, and this process has a context.
         """
         reading = self.reading()
         if reading is None or reading.gate != CLOSED:

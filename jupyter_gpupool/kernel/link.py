@@ -200,7 +200,10 @@ class SessionLink:
         return time.monotonic() < give_up and self.unreachable_for() < self.reviver.patience
 
     def wait_ready(self) -> None:
-        """Wait until a broker answers the ``hello``, but stop after ``patience`` seconds."""
+        """Wait until a broker answers the ``hello``.
+
+        Stop if no broker has answered for ``patience`` seconds.
+        """
         if not self._greeted:
             self._poke.set()
         while not self._greeted:
@@ -227,8 +230,9 @@ class SessionLink:
     def take(self, hold: str, kind: str) -> bool:
         """Take a hold and return True; return False if the session is not attached.
 
-        After False, the caller must wait for a slice. This method does not wait for the broker: the
-        agent reports the hold later, and the report gets no answer.
+        After False, the caller has no hold. To get one, it must wait for a slice (:meth:`wait`).
+        This method does not wait for the broker: if the hold lasts, the agent soon reports it, and
+        the report gets no answer.
         """
         with self._lock:
             if not self.attached:
@@ -252,7 +256,7 @@ class SessionLink:
         return wait
 
     def drop(self, hold: str) -> None:
-        """End a hold, or the wait of this hold. A second call for the same hold does nothing."""
+        """End a hold, or its wait. An unknown hold is ignored, so a second call is safe."""
         with self._lock:
             wait = self._waits.pop(hold, None)
             if self._holds.pop(hold, None) is not None:
@@ -637,7 +641,7 @@ class SessionLink:
             self.remedy = str(message.get("remedy") or "")
         if self.state in ATTACHED:
             self._take_lease(epoch, slices_of(message))
-        elif self.state != "detaching":  # in this state, ``_yield`` has already set these values
+        elif self.state != "detaching":  # in "detaching", ``_yield`` has already set these values
             if self.attached:
                 seen = self._cuda_seen if self._cuda_blocks else self._probe()
                 self.suspended = seen is not False

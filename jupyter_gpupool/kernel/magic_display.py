@@ -284,7 +284,10 @@ def device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
 
 
 class PoolDisplay(_Display):
-    """The output of ``%gpu pool``: all devices and sessions, with the values for this user."""
+    """The output of ``%gpu pool``: all devices and all sessions.
+
+    The output has only the values that this user may see.
+    """
 
     def __init__(self, snapshot: Mapping[str, Any], own: str) -> None:
         self._devices = [_device_row(d) for d in snapshot.get("devices") or ()]

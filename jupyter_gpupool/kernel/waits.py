@@ -88,7 +88,7 @@ class Interrupts:
     def watch(self, wake: Callable[[], None]) -> Iterator[None]:
         """Call ``wake`` for each interrupt by the user during the ``with`` block.
 
-        The signal handler calls ``wake``, so ``wake`` must return at once and take no lock.
+        The signal handler calls ``wake``, so ``wake`` must do no more than set flags.
         """
         key = object()
         on_main = threading.current_thread() is threading.main_thread()

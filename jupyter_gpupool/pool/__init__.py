@@ -26,7 +26,7 @@ The modules, in the order in which an event passes through them:
 ``draft``           the copy of the accounts on which a pass tries its plan
 ``preemption``      which leases may be preempted, when, and for which session
 ``victims``         which leases a session preempts to get room, and on which devices
-``reach``           for which requests of a long queue the search for victims would fail
+``reach``           which requests of a long queue need no search for victims: it would fail
 ``running``         which leases in use may be preempted: bursts, guarantees, classes, turns
 ``unsuspendable``   warns and ends sessions that cannot be suspended and that others wait for
 ``residence``       how long an idle lease is protected

@@ -222,8 +222,8 @@ def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) ->
 
 # ---------------------------------------------------------------------- overhead of a process
 
-#: The overhead is the smallest of this many consecutive samples. One sample is not enough: the
-#: program continues to run between the reading of the driver's figure and of the guard's figure.
+#: The smallest of this many consecutive samples counts. One sample is not enough: the program
+#: continues to run between the reading of the driver's figure and of the guard's figure.
 AGREE = 3
 
 #: The largest overhead of a process that does not count as overuse: the smaller of ``EXCUSED_MOST``

@@ -407,8 +407,8 @@ class Draft:
         if freed and freed <= held.wanted.keys():
             return self.host
         missing = (max(0, size - self.rooms[uuid].expect) for uuid, size in held.wanted.items())
-        # The head may have reserved more devices than it needs. It will use the devices on which
-        # the fewest bytes are missing, so only these devices count.
+        # The head may have reserved more devices than it needs. If so, only the devices on which
+        # the fewest bytes are missing count.
         return self.host - sum(sorted(missing)[: held.count])
 
     def host_lack(self, victims: Iterable[Session], room: int) -> HostLack:

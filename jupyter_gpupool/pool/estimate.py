@@ -3,11 +3,12 @@
 """How long a waiting session will probably wait: a range, computed from past waits.
 
 1. *The figure* is the length of the wait in a simulation of the sessions ahead. In the simulation,
-   a kernel on a suitable GPU gives its slice back at the first of three times: when its cell ends
-   (estimated from earlier cells), when its time slice is over, or when nothing protects its slice
-   any more. The sessions ahead get slices in their order, and keep each slice for the usual time of
-   a cell. The pool makes a figure when a session begins to wait. It makes a new figure when the
-   session's place changes, or when suspends begin to make room for the session.
+   a kernel on a suitable GPU gives its slice back at the first of three times: when its work ends
+   (estimated from the duration of earlier work), when its time slice is over, or when nothing
+   protects its slice any more. The sessions ahead get slices in their order, and keep each slice
+   for as long as such work usually takes. The pool makes a figure when a session begins to wait. It
+   makes a new figure when the session's place changes, or when suspends begin to make room for the
+   session.
 2. *The range.* When a wait ends, the pool notes the ratio of the real wait to its figure. The range
    is the figure times quantiles of the last ``MOST`` ratios (split conformal prediction: V. Vovk et
    al., "Algorithmic Learning in a Random World", 2005). If future ratios are similar to past
@@ -46,10 +47,11 @@ ESTIMATED = ("planned", "busy", "behind-head")
 class Way(NamedTuple):
     """The bytes of a lease on a device, and the times from which other sessions can get them."""
 
-    #: When the lease ends without a preemption.
+    #: The time from which a session of any class can get the bytes.
     ends: float
-    #: ``turn`` is the time from which a session of the same class may preempt the lease. ``taken``
-    #: is the time from which a session of a higher class may do so. ``level`` is the lease's class.
+    #: ``turn`` is the time from which a session of the same class can get the bytes, because the
+    #: time slice is over. ``taken`` is the time from which a session of a higher class can get
+    #: them. Each is infinity if no rule allows this. ``level`` is the class of the lease.
     turn: float
     taken: float
     level: int
@@ -138,8 +140,8 @@ class Ahead:
         steps += self._changes.get(uuid, ())
         steps.sort()
         free, found = ledger.free + sum(change for _, change in steps), math.inf
-        # Undo one change after another, beginning with the last, until the bytes are not free. They
-        # are free and stay free from the change after this one.
+        # Undo one change after another, beginning with the last, until too few bytes are free. The
+        # bytes are free, and stay free, from the change that was undone last.
         for at, change in reversed(steps):
             if free < size:
                 return found

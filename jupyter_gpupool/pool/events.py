@@ -3,8 +3,8 @@
 """The events that go into the pool, and the actions that come out.
 
 ``Pool.handle(event) -> list[Action]`` is the only entry point. Every event carries ``now``. Every
-action that changes a lease carries the ``epoch`` of the session. When the broker has carried out
-the action, it sends an event with the same epoch. The pool drops an event with an old epoch.
+action that changes a lease carries the ``epoch`` of the session. The event that reports the end of
+this action carries the same epoch. The pool drops an event with an old epoch.
 """
 
 from __future__ import annotations

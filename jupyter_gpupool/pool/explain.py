@@ -15,8 +15,8 @@ For a session that has a lease (a holder), :func:`explain` returns:
 * the guarantees of the holder's groups;
 * the sessions that may preempt the lease, each with the rule, and with the earliest time.
 
-The figures are not estimates: they are the figures that the pass compares. Of other owners'
-sessions, :func:`explain` returns only size and class.
+The figures are not estimates: they are the figures that the pass compares. Labels of other owners'
+sessions are left out: of these sessions, :mod:`.why` shows size and class, but no name.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class HeldLease:
     use: str
     #: When a waiting session may first preempt the lease; None while the lease is in use.
     yields_at: float | None
-    #: When the pool suspends the holder, even if no session waits for the lease. None while the
-    #: lease is in use; infinity if the pool suspends the holder only for a waiting session.
+    #: When the pool suspends the holder, even if no session waits for the lease; infinity if the
+    #: pool never does so. None while the lease is in use.
     leaves_at: float | None
     #: Whether the holder has the same owner as the waiting session.
     own: bool = False
@@ -102,7 +102,11 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """The host bytes for the state of the owner's sessions, and of all other sessions."""
+    """The budget of host memory, and how many bytes of it the state of sessions takes.
+
+    ``own`` and ``others`` are the bytes for the owner's sessions and for all other sessions;
+    ``own_sessions`` and ``other_sessions`` are the numbers of these sessions.
+    """
 
     budget: int
     own: int

@@ -278,7 +278,8 @@ class Facts:
         Raises
         ------
         ValueError
-            If a device has too little free memory for a larger slice. The plan then has a bug.
+            If a device has too little free memory for a slice that is new or grows. The plan then
+            has a bug.
         """
         had = {x.device: x.bytes for x in s.lease.slices}
         for x in slices:
@@ -339,7 +340,7 @@ class Facts:
         self.tree = Tree(self.settings.groups, self.capacities, users=users)
 
     def settle(self) -> None:
-        """Count the usage until now, and count the present leases from now on."""
+        """From now on, count usage according to the present leases."""
         changed, self.meters.changed = self.meters.changed, {}
         for name in changed:
             s = self.leased.get(name)

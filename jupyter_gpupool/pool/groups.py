@@ -138,7 +138,7 @@ class Daily:
 
 
 def window_began(now: float, renews: float) -> float:
-    """Return when the present window began.
+    """Return when the window that contains ``now`` began.
 
     A new window begins each day, ``renews`` seconds after midnight UTC.
     """
@@ -197,8 +197,8 @@ class Tree:
     ) -> None:
         self.groups = groups
         budgets = [*users, *(group.daily for group in groups.values())]
-        #: ``budgeted`` says whether any user or group has a daily budget. ``stops`` says whether
-        #: the pool suspends running sessions when one of these budgets is used up.
+        #: ``budgeted`` says whether any user or group has a daily budget. ``stops`` says whether at
+        #: least one of these budgets suspends running sessions when it is used up.
         self.budgeted = any(budgets)
         self.stops = any(daily is not None and daily.then == "stop" for daily in budgets)
         self._budgets: dict[str, tuple[str, ...]] = {}
@@ -237,9 +237,9 @@ class Usage:
     """The usage of a user or a group at one time.
 
     The unit is one device for one second. ``memory`` and ``compute`` decay with
-    ``PoolSettings.half_life``. ``today`` is the used part of the daily budget. With the rule
-    ``window`` this is the usage since the window began. With ``refill`` it is the usage that has
-    not been renewed yet. At each time, the larger of memory and compute counts.
+    ``PoolSettings.half_life``. ``today`` is the usage that counts against the daily budget. With
+    the rule ``window`` this is the usage since the window began. With ``refill`` it is the part of
+    the usage that has not come back yet. At each time, the larger of memory and compute counts.
     """
 
     memory: float = 0.0
@@ -259,7 +259,7 @@ class Usage:
 
     @property
     def dominant(self) -> float:
-        """The dominant usage on all machines. The pool compares it with the fair share."""
+        """The dominant usage on all machines. Fair sharing compares users and groups by it."""
         return self.here + self.elsewhere
 
 

@@ -71,7 +71,8 @@ def _bounds(
 ) -> list[_Maximum]:
     """Return all rules about the size of a slice, for a request with this number of ``devices``.
 
-    A refusal names the first of these rules that the request breaks.
+    A refusal names the first of these rules that the request breaks. (:func:`never` tests the rules
+    with ``limit`` first.)
     """
     found = []
     for name in path(settings.groups, group) if settings.groups else ():
@@ -360,9 +361,10 @@ def fit_unasked(
 
 
 def blame_default(refusal: Refusal, asked: Collection[str]) -> Refusal:
-    """Return the ``refusal`` of a new session, with a text for people.
+    """Return the ``refusal`` of a new session.
 
-    If the session named no size, the text names the option with the default size.
+    If the refusal is about the size, and the session named no size, the text also names the option
+    with the default size.
     """
     if "memory" in asked or refusal.code not in _ABOUT_SIZE:
         return refusal

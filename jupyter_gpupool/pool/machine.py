@@ -367,9 +367,9 @@ def carry_out(facts: Facts, new: Plan) -> Actions:
 def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
     """Note for each idle slice since when other sessions wait for it.
 
-    Also inform each active lazy kernel when a session begins to wait for its slice. Return the
-    actions, and whether a noted time has changed. Such a change also changes the time from which
-    the slice may be preempted.
+    Also inform each active lazy kernel, once for each lease, when a session waits for its slice.
+    Return the actions, and whether a noted time has changed. Such a change may also change the time
+    from which the slice may be preempted.
     """
     actions: Actions = []
     changed = False

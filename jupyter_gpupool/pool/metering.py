@@ -53,7 +53,7 @@ UNITS = 1 << 100
 
 
 def back_at(daily: Daily) -> float:
-    """Return the usage to which a spent budget must refill before it is available again."""
+    """Return the usage at which a used-up budget that refills is available again."""
     gap = daily.most * BACK
     return daily.most - (min(gap, BACK_HERE) if daily.more_elsewhere else gap)
 

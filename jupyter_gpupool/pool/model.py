@@ -89,12 +89,13 @@ class Reason:
     * ``behind-head``: the bytes are free, but reserved for the head of the queue.
     * ``host``: the pool could make room by preempting leases, but the state of these leases does
       not fit in the remaining ``most`` bytes of host memory; ``lacks`` says why.
-    * ``quota``: the owner's sessions, ``count`` of them, use up one limit of the quota. ``limit``
-      is its name, and ``most`` its value.
+    * ``quota``: too little is left of one limit of the owner's quota. ``limit`` is its name, and
+      ``most`` its value. ``count`` other sessions of the owner use it.
     * ``quota-host``: the pool would have to suspend a lease that counts in the quota, but the state
       of this lease does not fit in host memory. ``most`` and ``lacks`` are as with ``host``.
     * ``behind-own``: an earlier session of the owner waits for the quota.
-    * ``cap``: the sessions of ``group``, ``count`` of them, use up its cap of ``most`` bytes.
+    * ``cap``: too little is left of the cap of ``group`` (``most`` bytes). ``count`` other sessions
+      of its members use it.
     * ``behind-group``: an earlier session waits for the cap of ``group``.
     * ``budget``: the daily budget of ``group`` is used up, or that of the owner if ``group`` is "".
       The budget is available again at ``at``, or never if ``most`` is 0. If ``text`` is not empty,
@@ -283,8 +284,8 @@ class PoolSettings:
     #: The rules by which a session in use may be preempted; see :data:`PreemptRule`.
     preempt: frozenset[PreemptRule] = PREEMPT_ALL
     #: What the pool may do while other sessions wait for the slice of a session that cannot be
-    #: suspended. ``warn``: the pool warns the user. ``ask``: it later also asks the user to free
-    #: the slice. ``end``: at last it also ends the session.
+    #: suspended. ``warn``: the pool warns the user. ``ask``: it later also asks the user to end the
+    #: session or to free the memory. ``end``: at last it also ends the session itself.
     unsuspendable: Unsuspendable = "warn"
     #: The times of these three steps (warn, ask, end), in seconds after another session began to
     #: wait for the slice.
@@ -425,12 +426,14 @@ class SessionView:
     #: Why the session keeps its slice although it has been idle for long enough to lose it. Empty
     #: for all other sessions.
     stays_reason: str = ""
-    #: When the pool suspends the idle session if nothing else happens. None if something keeps the
-    #: slice (``stays_reason``), or if other sessions wait for the slice (``wanted``).
+    #: When the pool suspends the idle session if nothing else happens. None if this does not depend
+    #: on time alone: for example, if something keeps the slice (``stays_reason``), or if other
+    #: sessions wait for the slice (``wanted``).
     leaves_at: float | None = None
     #: Whether other sessions wait for the slice of this idle session.
     wanted: bool = False
-    #: Why the pool took the slice while the session was idle: see :func:`~.words.taken_reason`.
+    #: Why the pool took the slice while the session was idle; "" if it did not, and in the cases
+    #: that :func:`~.words.taken_reason` names.
     taken_reason: str = ""
     #: What the session waits for, in words that every user may see; "" if it does not wait.
     waits_for: str = ""

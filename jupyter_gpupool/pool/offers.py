@@ -30,8 +30,8 @@ STEPS = (512 * _MIB, 64 * _MIB, 1)
 def smaller(facts: Facts, last: Plan, s: Session) -> int | None:
     """Return the largest size, in bytes on each GPU, that ``s`` would get now if it asked for it.
 
-    The answer is None if ``s`` is not in the queue for a lease, or if even a smaller request would
-    have to wait.
+    The answer is None if ``s`` is not in the queue for a lease, or if no size below its request
+    would let it start now.
     """
     if s.state != "queued":
         return None
@@ -46,8 +46,8 @@ def smaller(facts: Facts, last: Plan, s: Session) -> int | None:
 def _candidates(facts: Facts, last: Plan, s: Session) -> list[int]:
     """Return the sizes to try for each slice of ``s``, in bytes.
 
-    The first size is all that is free. If ``s`` has suspended state, the second size leaves room
-    for the headroom of a resume.
+    The first size is all that is free and within the quota and the caps. If ``s`` has suspended
+    state, the second size leaves room for the headroom of a resume.
     """
     draft, needs = outlook(facts, last, but=s.id), asking(s, facts).needs
     suited = [d for d in facts.devices.values() if any(need.allows(d) for need in needs)]

@@ -60,9 +60,9 @@ class Need:
     def amount(self, ledger: DeviceLedger) -> int:
         """Return the bytes to reserve on this device.
 
-        The answer is ``bytes``, or the size of the device if ``bytes`` is larger. In the second
-        case, the device has no room for the whole headroom. It has room for the state, because the
-        state comes from a device of this size.
+        The answer is ``bytes``, or the device's capacity if ``bytes`` is larger, but never less
+        than ``least``. In the second case, the device has no room for the whole headroom. It has
+        room for ``least``, because the state comes from a device of this size.
         """
         return self.bytes if self.bytes <= ledger.capacity else max(self.least, ledger.capacity)
 

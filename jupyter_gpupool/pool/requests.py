@@ -268,9 +268,10 @@ def owed(facts: Facts, s: Session, uuid: str) -> int:
 
     A program that is alone on a GPU may use the whole GPU, even if its state does not fit in host
     memory. The pool can then no longer suspend the program to get the grown bytes back. So ``s``
-    must leave two amounts free on each device: the largest request of a session that needs a lease
-    or lacks guaranteed bytes, and the unused guarantees of other groups. (One request is enough:
-    the pool can suspend other sessions to make room for the next request.)
+    must leave two amounts free on each device. The first is the largest request of a session that
+    has no lease, gives its lease back or lacks guaranteed bytes. The second is the sum of the
+    unused guarantees of other groups. (One request is enough: the pool can suspend other sessions
+    to make room for the next request.)
     """
     ledger, most = facts.devices[uuid], 0
     for other in facts.sessions.values():
@@ -402,8 +403,8 @@ def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Ac
         when = "the running cell is done" if cell else "the kernel's work on the GPU is done"
         actions = _answer(s, event.rid, f"The slice goes back when {when}.")
         if s.attach == "lazy" and not s.lease.told_wanted:
-            # The user gives the slice back, so the agent of the lazy kernel must report the end of
-            # the running cell at once.
+            # The user gives the slice back, so the agent of the lazy kernel must from now on report
+            # at once when no cell runs.
             s.lease.told_wanted = True
             actions.append(ev.Wanted(session=s.id, epoch=s.epoch))
         return actions

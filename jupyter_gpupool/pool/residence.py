@@ -155,11 +155,11 @@ def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
     """Return how many seconds to wait for a holder that has already been idle for ``away`` seconds.
 
     The function finds the patience that would have lost the least time over those of the last gaps
-    that were longer than ``away``. It returns this patience if the loss is at most ``CLEAR`` times
-    the loss with the patience ``cost``; otherwise it returns ``cost``. (Without ``CLEAR``, the pool
-    would move a holder at each pause if the pauses are about as long as a move.) If all of the last
-    gaps were clearly shorter than ``away``, the user has probably left, and the holder gets the
-    least patience. The result is never below ``cost`` x (1 - ``trust``).
+    that were not clearly shorter than ``away``. If its loss is at most ``CLEAR`` times the loss
+    with the patience ``cost``, the function returns it; otherwise it returns ``cost``. (Without
+    ``CLEAR``, the pool would move a holder at each pause if the pauses are about as long as a
+    move.) If all of the last gaps were clearly shorter than ``away``, the user has probably left,
+    and the holder gets the least patience. The result is never below ``cost`` x (1 - ``trust``).
     """
     if len(habits.gaps) < ENOUGH or cost <= 0:
         return max(0.0, cost)

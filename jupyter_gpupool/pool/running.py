@@ -63,7 +63,7 @@ Without this condition, the asker would have to give the turn back at once. If a
 the same owner, the asker must have waited for ``SLICE_LEAST``, so that a victim does not at once
 take a turn from another holder. (The asker need not wait for as long as the holder's time slice
 lasts. If it had to, a holder with a longer slice than all others would never be preempted: each
-asker would get the slice of another holder before.) Of several holders, the holder whose slice
+asker would get the slice of another holder sooner.) Of several holders, the holder whose slice
 ended first gives up its turn first.
 """
 
@@ -324,8 +324,9 @@ def covered(
     order.
 
     ``victims`` are sessions with their tiers. ``leaving`` says for each group how many bytes this
-    plan already suspends. Two kinds of victims have no protection: a victim of tier 0, and a victim
-    whose guaranteed group is also a group of the asker.
+    plan already suspends. The guarantee of a group to which the asker also belongs protects no
+    victim from the asker. No guarantee protects a victim of tier 0, or a victim whose daily budget
+    is used up.
     """
     guarantees, facts = shares.tree.guarantees, shares.facts
     if not guarantees or not any(tier for _, tier in victims):
@@ -351,9 +352,9 @@ def kind_of(asker: Session, shares: Shares) -> object:
     """Return the kind of an asker: what :meth:`Asker.tier` reads of an asker without a lease.
 
     :meth:`Asker.tier` also reads two things that are not part of the kind. The first is how long
-    the asker has waited, which counts only between sessions of one owner. The second is the usage
-    and the leases of the asker's owner. Sessions of two owners can have the same kind only if the
-    owners are in one group.
+    the asker has waited, which counts between two sessions of one owner (and between all sessions
+    if past usage does not count). The second is the usage and the leases of the asker's owner.
+    Sessions of two owners can have the same kind only if the owners are in one group.
     """
     spent = shares.budgeted and shares.spent(asker.owner) is not None
     groups = shares.entitled.get(asker.id) if shares.entitled else None

@@ -35,7 +35,7 @@ the actions (:mod:`.transitions`). The pass has these steps, in this order:
    If no way works, the session is blocked, and the :class:`~.model.Reason` names the rule.
 4. *The head.* The first session that is blocked for lack of memory reserves devices
    (:func:`~.victims.reservation`). Sessions behind the head are *backfilled*: the pass serves them
-   only with memory that the head can never need.
+   only where this can never delay the head.
 5. *Growth of idle leases* comes last in the order and reserves nothing, because these leases
    compute nothing. A session in use that wants to grow waits in the queue like a session without a
    lease: its age counts, and it may become the head.
@@ -142,8 +142,8 @@ class Plan:
     def complete(self) -> bool:
         """Whether this plan grants a lease to every session that wanted something.
 
-        If so, another plan would change nothing, except if the last plan had a reservation. The
-        host memory of the reservation is now free, so another plan may suspend more idle leases.
+        If so, another plan would change nothing, except if the plan before had a reservation. Its
+        host memory is free for the next plan, which may then suspend more idle leases.
         """
         return len(self.grants) == len(self.order) and not (self.reasons or self.promises)
 

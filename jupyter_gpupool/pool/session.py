@@ -172,7 +172,7 @@ class Session:
     #: the state shrinks or the limit rises.
     confined: bool = False
     #: Why the pool preempted the session while it was in use; "" if the pool did not preempt it, or
-    #: if the session has had a new lease since.
+    #: if the session has got a new lease or has stopped waiting since.
     preempted: str = ""
     #: Why its last suspend was refused for lack of host memory.
     roomless: str = ""
@@ -180,7 +180,7 @@ class Session:
     #: pool must not suspend the session.
     pressed: bool = False
     #: The :attr:`Facts.version` at which the pool last found that the devices and rules can meet
-    #: the session's request; -1 if the pool has not checked the present request.
+    #: the session's request; -1 if the pool has not found this for the present request.
     possible: int = -1
     #: Cached results of :func:`~.placement.asking` and :func:`~.preemption.times`, each with its
     #: :attr:`Facts.version`. :meth:`Facts.change` drops both. The pool also drops ``times`` at
@@ -242,7 +242,7 @@ def weighted(mean: float | None, seconds: float) -> float:
 _OWN = {f.name for f in fields(Session)}
 _LEASE = {f.name for f in fields(Lease)} - _OWN
 #: The names of the fields that :func:`record` copies, in the order of the record, and a function
-#: that gets their values from a session. :func:`record` computes the other fields.
+#: that gets their values from a session. :func:`record` sets the other fields separately.
 _PLAIN = [f.name for f in fields(SessionRecord) if f.name not in ("holds", "wait_reason")]
 _VALUES = attrgetter(*(f"lease.{name}" if name in _LEASE else name for name in _PLAIN))
 #: The fields that a recovered session copies from its record. The other fields depend on the state

@@ -1,7 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The order of service by guarantees, budgets, classes, fair shares and age, and the used-up
-budgets.
+"""The order of service by guarantees, budgets, classes, fair shares and age; and which daily
+budgets are used up.
 
 The order
 ---------
@@ -283,8 +283,9 @@ class Shares:
         """Return (name, part used, part due) of an owner at each level of the tree.
 
         At each level, the owner or its group is compared with those siblings that use a GPU or
-        wait. The part used is its part of the sum of all their usage, the part due is its part of
-        the sum of all their weights. The list is empty if past usage does not count.
+        wait, and with sibling groups that have past usage. The part used is its part of the sum of
+        all their usage, the part due is its part of the sum of all their weights. The list is empty
+        if past usage does not count.
         """
         if not self.fair:
             return []
@@ -311,7 +312,7 @@ class Shares:
 
     def _siblings(self) -> Mapping[str, list[tuple[str, float, float]]]:
         """Return, by the name of the parent, (name, usage, weight) of each child that uses a GPU or
-        waits. The children are owners and groups.
+        waits. The children are owners and groups. Groups with past usage are there in any case.
         """
         facts, tree = self.facts, self.tree
         found: dict[str, dict[str, tuple[float, float]]] = {}
@@ -342,8 +343,8 @@ class Shares:
     def behind(self, asker: Owner, holder: Owner, gain: float) -> bool:
         """Return whether ``asker`` would have used less than ``holder`` even with ``gain`` added.
 
-        The method compares usage divided by weight. If the two owners are in different groups, it
-        compares the usage of these groups: the highest groups in which the two paths differ.
+        The method compares usage divided by weight, where the two paths first differ. On each side
+        it takes the usage of the group there, or of the owner if no group is left on its path.
         """
         parted = self._parted(asker, holder)
         if parted is None:

@@ -237,7 +237,7 @@ def _stays(facts: Facts, s: Session) -> Actions:
     s.lease.preempted, s.preempted = 0, ""
     if s.holds:
         return _work(facts, s)
-    since = s.idle_since  # before the suspend, or when the last hold during it was dropped
+    since = s.idle_since  # since before the suspend, or since a hold was dropped during the suspend
     _gap(facts, s)
     s.idle_since = since
     return []

@@ -71,7 +71,7 @@ def _log(session: str, level: str, code: Code, message: str) -> Actions:
 
 
 def _gone(name: str, s: Session | None, event: ev.Event) -> Actions:
-    """Answer an event for a session that has ended or that the pool does not know."""
+    """Answer an event for a session that is lost or that the pool does not know."""
     refusal = Refusal(Code.UNKNOWN_SESSION, f"There is no session {name!r}.", "Restart the kernel.")
     if isinstance(event, ev.HoldTaken):
         if s is not None:
@@ -451,9 +451,9 @@ def _suspend_refused(facts: Facts, s: Session, event: ev.SuspendRefused) -> Acti
         s.pinned_reason = event.message or "the driver cannot suspend it"
         s.pinned_at = facts.now
     elif s.lease.preempted or not (event.kind == "busy" and s.holds):
-        # Only one case has no back-off: the agent refused because of a hold. The pool may then
-        # suspend the session as soon as the hold is dropped. With a back-off, the next short cell
-        # could begin before the next attempt, and prevent the suspend again.
+        # If the agent refused because of a hold, there is no back-off: the pool may suspend the
+        # session as soon as the hold is dropped. With a back-off, the next short cell could begin
+        # before the next attempt, and prevent the suspend again.
         _back_off(facts, s, event.kind)
         s.refused = event.message if event.kind != "host" else ""
         s.confined = event.kind == "limit"
@@ -497,9 +497,9 @@ _PEOPLE: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.RecallAsked: recall.recall,
     ev.EndAsked: recall.end,
 }
-#: The functions for events that complete an operation of the broker, each with the state in which a
-#: session waits for this event. If the session has another state, or a later epoch than the event,
-#: the event is too late.
+#: The functions for events that complete an operation of the broker, each with the state to which
+#: the event belongs. The event also belongs to one epoch of the session. If the session has another
+#: state or another epoch, the event is too late.
 _EFFECTS: Mapping[type[ev.Event], tuple[State, Callable[..., Actions]]] = {
     ev.AttachDone: ("attaching", _attach_done),
     ev.AttachFailed: ("attaching", _attach_failed),

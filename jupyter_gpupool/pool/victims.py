@@ -109,8 +109,8 @@ class Trial:
     def _candidates(self, room: Room) -> tuple[list[Candidate], int]:
         """Return the candidates on a device, and their total bytes.
 
-        The list has every lease that the asker may preempt. It may also have a few leases that the
-        asker may not preempt; :meth:`tier` is None for these.
+        The list has every lease that the asker may preempt. It leaves out most leases that the
+        asker may not preempt, but perhaps not all; :meth:`tier` is None for these.
         """
         if self._opened is None:
             asker = self._rules()
@@ -450,7 +450,7 @@ class Offer:
 
 
 def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Offer | Reason:
-    """Return a place for ``s`` in free memory; if none has room, the result of :func:`make_room`.
+    """Return a place for ``s`` in free memory, or else the result of :func:`make_room`.
 
     With ``behind_head``, the victims' state takes no host memory that the head of the queue will
     need.
@@ -561,9 +561,9 @@ def reservation(
 
     The reservation keeps the devices of the last reservation (``keep``). If it needs more devices,
     it takes those on which the head can get the most bytes. After two times ``ageing`` seconds, and
-    then after each further ``ageing`` seconds, it takes one device more than the head needs,
-    because a lease on the earlier devices may never end. It leaves out devices on which programs
-    outside the pool leave too little memory.
+    again after each further ``ageing`` seconds, it takes one more device, because a lease on the
+    earlier devices may never end. It leaves out devices on which programs outside the pool leave
+    too little memory.
     """
     facts, needs, now = draft.facts, found.needs, draft.facts.now
     since = now if s.wait.head_since is None else s.wait.head_since

@@ -139,7 +139,7 @@ def _beyond_lines(found: Explanation) -> Iterable[str]:
 
 
 def _where(found: GroupGuarantee) -> str:
-    """Return words that call a guarantee this machine's part of a guarantee on all machines.
+    """Return the words for this machine's part of a guarantee that several machines share.
 
     The answer is "" if only this machine has the guarantee.
     """

@@ -425,10 +425,10 @@ def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
 
 
 def stays_reason(facts: Facts, s: Session, now: float) -> str:
-    """Return, as a sentence, why idle ``s`` keeps a slice that it should give back by now.
+    """Return, as a sentence, why idle ``s`` keeps its slice although its time is over; else "".
 
-    The answer is "" if ``s`` need not yet give its slice back. It is also "" for a pinned session:
-    the ``pinned_reason`` of the session says why it keeps its slice.
+    If ``s`` cannot be suspended, or if a suspend failed, the answer may come before this time. The
+    answer is "" for a pinned session: its ``pinned_reason`` says why the session keeps its slice.
     """
     if s.state != "idle" or s.pinned_reason:
         return ""

@@ -11,6 +11,6 @@
 
 The agent of an IPython kernel knows the kernel's cells, so the agent owns the lease and answers the
 broker's ``yield``. A program has no agent. The program joins its session as a *member* (see
-``protocol``). ``jupyter gpupool run``, which started the program, joins the session as a member,
-too.
+``protocol``). If ``jupyter gpupool run`` started the program, this command joins the session as a
+member, too.
 """

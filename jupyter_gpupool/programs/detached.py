@@ -3,8 +3,8 @@
 """Detached commands, which continue without a terminal: run them, show them, stop them.
 
 A detached command has a supervisor. The supervisor is a daemon: it has its own process session, no
-terminal and no parent. It runs the command as ``jupyter gpupool run`` does, with one difference:
-the command gets its own process group, so that ``stop`` can signal the whole group. The supervisor
+terminal and no parent. It runs the command as ``jupyter gpupool run`` does, but gives the command
+its own process session, so that ``stop`` can signal the command's process group. The supervisor
 stores the command's output and exit code.
 """
 
@@ -55,9 +55,7 @@ def start(command: Sequence[str], options: RunOptions, name: str) -> str:
     Raises
     ------
     RefusedError
-        If the name is taken, or the pool refuses.
-    BrokerUnavailable
-        If there is no broker.
+        If the name is taken, the pool refuses, or there is no broker.
     """
     runfiles.clean(time.time())
     name = runfiles.claim(name, command)

@@ -42,8 +42,8 @@ from .terminal import (
 #: The main thread sleeps for at most this many seconds. It wakes earlier if a step is due.
 QUIET = 60.0
 
-#: To end a command, the pool sends SIGTERM. If the command still runs after this many seconds, the
-#: pool sends SIGKILL.
+#: To end a command, :class:`Run` sends SIGTERM. If the command still runs after this many seconds,
+#: :class:`Run` sends SIGKILL.
 LAST = 10.0
 
 #: The hold of a command that keeps its slice from its start to its end.
@@ -252,8 +252,8 @@ class Run:
             if refused is not None and refused.what == "attach":
                 self._progress.say(f"{refused.message} {refused.next_step}".rstrip())
         waits = link.queue is not None
-        # If the broker ends during a wait, the session has no place in the queue. The command still
-        # waits, until the session has its slice.
+        # If the broker ends during a wait, ``link.queue`` becomes None. The command still waits,
+        # until the session has its slice.
         if self._progress.waited:
             waits |= link.state in WAITING
         if waits and not link.attached:

@@ -6,9 +6,9 @@ A command of ``jupyter gpupool run``, a kernel and their children already have a
 processes, the block joins that session. Any other process gets its own session. Such a process was
 started without the guard, so the module loads the guard before the process loads the driver. The
 dynamic loader then uses the guard in place of the driver's library. If the process has already
-loaded the driver, it runs without the guard, if the pool allows this. If the process has already
-called cuInit, the module refuses the block, because the process cannot move to the GPU of its
-slice.
+loaded the driver, it is too late to load the guard: the process runs without the guard, if the pool
+allows this. If the process has already called cuInit, the module refuses the block, because the
+process cannot move to the GPU of its slice.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from ..units import format_bytes, parse_seconds
 from .opening import Asked, open_session, own_environment, read_size
 from .progress import Progress, too_long, waiting_for
 
-#: If the session's slice is too small for a block, the pool must take the slice back before it
-#: grants a larger one. The block waits for this at most this many seconds, and then fails.
+#: If the session's slice is too small for a block and has not grown, the pool must take the slice
+#: back before it grants a larger one. The block waits at most this many seconds until the pool has
+#: taken the slice back, and then fails.
 LEAVE = 30.0
 
 _SESSION = ("GPUPOOL_SOCKET", "GPUPOOL_SESSION", "GPUPOOL_TOKEN")
@@ -91,7 +92,7 @@ class HeldSlice:
 
     @property
     def guarded(self) -> bool:
-        """Whether this process has the guard.
+        """Whether this process has the guard; False while there is no slice.
 
         The guard limits the process to its slice, and makes CUDA calls wait while it has no slice.
         """
@@ -350,7 +351,7 @@ def _put_back(link: SessionLink, before: dict[str, Any]) -> None:
     """Restore the request that the session had before a block.
 
     If the session uses more memory than ``before`` asks for, the pool refuses to restore the
-    memory. This function then restores only the other fields.
+    memory. This function then restores only the fields other than ``memory`` and ``limit``.
     """
     try:
         link.call("request", **before)

@@ -74,7 +74,7 @@ class Progress:
     Parameters
     ----------
     write:
-        Shows a text to people; called with each line.
+        Shows a text to people: a line, or the control characters that remove a drawn line.
     screen:
         The descriptor of the terminal on which one line changes; None means plain lines.
     prefix:

@@ -27,7 +27,7 @@ from ..text import did_you_mean
 from ..units import format_seconds
 
 #: The folder keeps at most MOST_ENDED records of ended commands. It keeps each of them for at most
-#: KEPT_FOR seconds after the command's end.
+#: KEPT_FOR seconds after the command's end, or after its creation if the end's time is unknown.
 MOST_ENDED, KEPT_FOR = 50, 30 * 86400.0
 
 #: The environment variable that names the folder of the records.
@@ -85,7 +85,7 @@ class RunRecord:
         return known and alive(ProcessId(*self.process))
 
     def now(self) -> RunRecord:
-        """Return the record, corrected if its supervisor or its command is dead."""
+        """Return the record, corrected if its supervisor is dead."""
         if not self.lives or self.supervised:
             return self
         # After this record was read, the supervisor may have written the command's end, and then
@@ -206,7 +206,7 @@ def remove(name: str) -> None:
 
 
 def clean(now: float) -> None:
-    """Remove old records of ended commands: keep MOST_ENDED of them, for KEPT_FOR seconds."""
+    """Remove records of ended commands: keep the newest MOST_ENDED, for KEPT_FOR seconds."""
     ended = [record for record in every() if not record.lives]
     ended.sort(key=lambda record: record.ended or record.created, reverse=True)
     for place, record in enumerate(ended):

@@ -224,10 +224,10 @@ class CommandProcess:
 
     def stop_as_it_did(self, number: int) -> None:
         """Stop this process with the signal that stopped the command, until both are continued."""
-        # If Ctrl-Z has stopped the command, this process has got the same signal, blocks it, and
-        # stops when it unblocks it. For all other cases, this process sends the signal to itself.
-        # Two pending signals of one number arrive as one, so this process stops only once. In a
-        # process group that no shell watches, the signal has no effect.
+        # This process sends the signal to itself while it blocks the signal, and then unblocks it.
+        # After Ctrl-Z, the terminal has already sent the same signal to this process. Two pending
+        # signals of one number arrive as one, so this process stops only once. In a process group
+        # that no shell watches, the signal has no effect.
         os.kill(os.getpid(), number)
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.Signals(number)})
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

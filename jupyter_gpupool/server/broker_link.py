@@ -15,7 +15,7 @@ from ..endpoint import check_path, check_socket
 from ..errors import BrokerUnavailable, Code, RefusedError
 from ..protocol import Message
 
-#: At most this many calls may wait for an answer at once. A hung broker reads nothing, so its calls
+#: At most this many calls may wait for an answer at once. A hung broker reads nothing, so the calls
 #: stay in the buffer of the socket. If this buffer becomes full, the server hangs, too. The buffer
 #: has 212,992 bytes on Linux, and a call has a few hundred bytes.
 MAX_CALLS = 64

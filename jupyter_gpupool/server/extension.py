@@ -83,7 +83,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     _watch: Watch | None = None
     #: The socket of the broker that the last started kernel uses.
     _socket: Path | None = None
-    #: The broker's last known configuration, and the notice if it differs from the server's.
+    #: The broker's last known configuration, and the notice about it ("" if none is needed).
     _in_force: Any = None
     _told = ""
     #: The path of the broker's journal, as last known. The second copy of the broker's start record
@@ -146,9 +146,9 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         return Path(named) if named else find_socket(config.get("GPUPool", {}).get("socket", ""))
 
     def _notice(self, status: dict[str, Any]) -> str:
-        """Return how the broker's configuration differs from this server's; "" if they are equal.
+        """Return the notice about different configurations; "" if no notice is needed.
 
-        The function also logs each difference once.
+        The function also logs each notice once.
         """
         self._journal = str((status.get("broker") or {}).get("journal") or "")
         in_force = status.get("config")
@@ -187,7 +187,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         self.serverapp.event_logger.emit(schema_id=SCHEMA_ID.format(kind), data=data)
 
     async def _kernel_action(self, watch: Watch, data: dict[str, Any]) -> None:
-        """Tell the watch that a kernel of the pool has started, or that some kernel has ended."""
+        """Tell the watch that a kernel of the pool has started, or that a kernel may have ended."""
         kernel_id = data.get("kernel_id", "")
         if data.get("action") not in ("start", "restart") or data.get("status") != "success":
             watch.kernels_changed()

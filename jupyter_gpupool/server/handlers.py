@@ -20,8 +20,8 @@ from .watch import Watch
 #: The server's authorizer sees all routes as this one resource. Its actions are "read" and "write".
 RESOURCE = "gpupool"
 
-#: The number fields of a session's request that users may change. True means that the number is a
-#: size in bytes.
+#: The fields of a session's request that users may change, except ``priority``. True means that the
+#: field is a size: a number of bytes, or text such as "12GiB".
 _FIELDS = {"memory": True, "limit": True, "devices": False, "compute": False}
 
 #: The key is the status code of an HTTP error that is not an error of the pool. The value is the
@@ -224,7 +224,7 @@ class DocumentRoute(Route):
 
 
 class NothingRoute(Route):
-    """All other paths below ``/gpupool/api``: every request gets "not found" as JSON."""
+    """All other paths below ``/gpupool/api``: the answer is "not found" as JSON."""
 
     @web.authenticated
     def prepare_nothing(self) -> None:

@@ -7,9 +7,9 @@ After a gap in the snapshots it adds a point of nulls, so that the line of a cha
 
 :class:`KernelUsage` counts how long this server's kernels were open, and how long they had a slice.
 Both totals only grow, and include kernels that have ended. If a broker restarts and finds a
-kernel's session again, the kernel counts as open in the time without a broker, too. The kernel's
-time with a slice then comes from the broker's own total. If the broker was killed, this total may
-be too small.
+kernel's session again, the kernel counts as open in the time without a broker, too. How long the
+kernel had a slice in this time comes from the broker's own total. If the broker was killed, this
+total may be too small.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ class KernelUsage:
         seen = self._seen.get(name)
         if seen is None:
             opened = session.get("opened_at")
-            # If a session was opened before this server began to count, its earlier time does not
-            # count.
+            # If a session was opened before this server began to count, it counts only from this
+            # snapshot on.
             if opened is not None and self.since <= opened <= now:
                 self._count(now - opened, total)
             self._seen[name] = _LastCount(now, total, leased)

@@ -17,7 +17,8 @@ FILE = Path(__file__).with_name("openapi.yaml")
 
 @lru_cache(maxsize=1)
 def _read() -> dict[str, Any]:
-    # CSafeLoader is ten times as fast as SafeLoader, but not every PyYAML has CSafeLoader.
+    # CSafeLoader uses libyaml and is ten times as fast as SafeLoader, but not every PyYAML has
+    # CSafeLoader.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     found: dict[str, Any] = yaml.load(FILE.read_text(encoding="utf-8"), Loader=loader)
     return found

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The sessions of this server's kernels on other machines, as the brokers there report them.
 
-A question goes through four processes: the broker and the cluster agent of this machine, and then
-the cluster agent and the broker of the other machine. So the server asks a machine at most once a
+A question goes through four processes: the broker and the cluster's agent on this machine, and then
+the cluster's agent and the broker on the other machine. So the server asks a machine at most once a
 second, and only when the last question to that machine has ended. If a machine does not answer, its
 kernels probably still run. The server then shows the last known sessions of that machine, marked as
 unreachable.
@@ -29,8 +29,8 @@ LEAST = 1.0
 PATIENCE = 10.0
 
 #: Each answer shows how far the clocks of the two machines are apart. If this difference changes by
-#: more than this many seconds, a clock was set. Smaller changes come from the time that a message
-#: takes.
+#: more than this many seconds, a clock was probably set, and the server uses the new difference.
+#: Smaller changes come from the time that a message takes.
 MOVED = 0.5
 
 #: The fields of a session that the views need.
@@ -84,7 +84,7 @@ class _MachineAnswers:
             self.question = asyncio.get_running_loop().create_task(self._ask(kernels))
 
     def ask_soon(self) -> None:
-        """Let the next :meth:`ask` send a question, even less than :data:`LEAST` seconds later."""
+        """Let the next :meth:`ask` ask, even if the last question is not LEAST seconds old."""
         self._asked = float("-inf")
 
     def close(self) -> None:
@@ -127,8 +127,8 @@ class _MachineAnswers:
         except asyncio.TimeoutError:
             self._silent = f"{self._node} has not answered for {PATIENCE:g} s."
         except GPUPoolError as error:
-            # The code TOO_MANY means that the machine is busy. Such a machine counts as silent only
-            # after PATIENCE seconds without an answer.
+            # The code TOO_MANY means that too many orders wait now. The machine then counts as
+            # silent only after PATIENCE seconds without an answer.
             if error.code is not Code.TOO_MANY or time.monotonic() - self._heard > PATIENCE:
                 self._silent = error.message
         except Exception:

@@ -80,7 +80,8 @@ class Watch:
         Restarts a broker that has died, or raises an error that says why it cannot. Does nothing if
         the broker lives.
     notice:
-        Returns how the broker's configuration differs from this server's; "" if they are equal.
+        Returns the notice that the broker has another configuration than this server; "" if no
+        notice is needed.
     remote:
         Returns this server's kernels on other machines, by id.
     """
@@ -246,7 +247,7 @@ class Watch:
     async def why(self, session: str) -> View:
         """Return why a session waits, or why it may lose its slice.
 
-        The caller knows the session from :meth:`look`.
+        The caller must know the session from :meth:`look`.
         """
         answer = _plain(await self._ask("why", session))
         if answer.get("clustered") and answer["state"] == "queued":

@@ -145,7 +145,8 @@ export interface ISession extends IAnySession {
    */
   readonly preempted?: string;
   /**
-   * Sentences about the guarantees, shares and budgets of the user and their groups.
+   * Sentences about the guarantees, shares and daily budgets of the user and their
+   * groups.
    * Older servers omit this field and `budgets`.
    */
   readonly standing?: readonly string[];
@@ -165,8 +166,9 @@ export interface ISession extends IAnySession {
   /** Whether other sessions wait for the idle slice. */
   readonly wanted: boolean;
   /**
-   * Why the pool does not take the idle slice back, as one sentence: for example, host
-   * memory is full. Empty if there is no such reason.
+   * Why the slice does not leave although it has been idle for long enough, or why it
+   * cannot leave at all. One sentence: for example, host memory is full. Empty if there
+   * is no such reason.
    */
   readonly stays_reason: string;
   /**
@@ -302,12 +304,13 @@ export interface IExplanation {
    */
   readonly time_line?: string;
   /**
-   * Sentences about the guarantees, shares and budgets of the kernel's user and groups.
+   * Sentences about the guarantees, shares and daily budgets of the kernel's user and
+   * groups.
    */
   readonly standing: readonly string[];
   /**
    * Sentences about what the other machines of the cluster have and what they lack.
-   * Only a kernel that waits in a cluster has this field.
+   * Only the plan for a kernel that waits in a cluster has this field.
    */
   readonly machines?: readonly string[];
   /**

@@ -6,8 +6,8 @@ import type { Kernel, KernelMessage } from '@jupyterlab/services';
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 /**
- * Let a kernel get its slice. Resolves when the kernel has the slice, and rejects with
- * the reason if the kernel does not get a slice.
+ * Ask a kernel to get its slice. Resolves when the kernel has the slice, and rejects
+ * with the reason if the kernel does not get a slice.
  */
 export async function attachNow(
   trans: TranslationBundle,

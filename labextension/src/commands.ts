@@ -29,7 +29,8 @@ export namespace CommandIDs {
   /** The panel's own command. */
   export const showPanel = 'gpupool:show-panel';
   /**
-   * The command that opens the popover. Its form for memory is better than a dialog.
+   * The command that opens the popover. The popover has a better form for memory than a
+   * dialog.
    */
   export const open = 'gpupool:open';
 }
@@ -171,8 +172,8 @@ export function addCommands(options: IOptions): void {
     async (kernelId, args) => {
       const time = seconds(args);
       if (time === null) {
-        // The user's time is not a positive number. Send no request, because a request
-        // with 0 would end a keep.
+        // The user's time is not a positive number, or the pool's limit is 0. Send no
+        // request, because a request with 0 would end a keep.
         tellRefusal(
           trans,
           new Error(

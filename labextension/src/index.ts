@@ -2,9 +2,10 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * All plugins of this extension, one for each place in the user interface.
+ * All plugins of this extension: those for the places in the user interface, and those
+ * for the services that other plugins use.
  *
- * The list begins with the settings and the model, which most other plugins use.
+ * The list begins with two services: the settings and the model.
  */
 import type { JupyterFrontEndPlugin } from '@jupyterlab/application';
 

@@ -10,7 +10,8 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IPool } from './api';
 
 /**
- * Return for how many seconds a slice is kept; null if `minutes` is no positive number.
+ * Return for how many seconds a slice is kept; null if `minutes` is no positive number,
+ * or if the pool's limit is 0.
  */
 export function keepSeconds(minutes: unknown, view: IPool | null): number | null {
   const most = view?.limits.max_keep ?? Infinity;

@@ -16,9 +16,9 @@ import type { IPoolModel } from './tokens';
 export const INTERVAL = 10_000;
 
 /**
- * Fetches the machines of the cluster while a widget needs them (see `hold`) and the
- * page is visible. While a Pooled GPU kernel runs, they are fetched repeatedly. While
- * none runs, they are fetched once for each new view of the pool.
+ * Fetches the machines of the cluster while a widget needs them (see `hold`). While a
+ * Pooled GPU kernel runs and the page is visible, they are fetched repeatedly. While no
+ * Pooled GPU kernel runs, they are fetched once for each new view of the pool.
  */
 export class Machines implements IDisposable {
   constructor(
@@ -108,8 +108,8 @@ export class Machines implements IDisposable {
   private _holders = 0;
   private _asking = false;
   /**
-   * The view that `_update` has handled last; null if no widget needed the machines
-   * then.
+   * The view that `_update` has handled last. Null if it had nothing to fetch then: no
+   * widget needed the machines, this machine was in no cluster, or the broker was away.
    */
   private _seen: IPool | null = null;
   private _latest: IMachines | null = null;

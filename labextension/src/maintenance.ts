@@ -7,8 +7,8 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IOrder, IPool } from './api';
 
 /**
- * Return an admin's order if admins have taken all devices out of service; null if a
- * device is in service.
+ * Return an admin's order if admins have taken all devices out of service; otherwise
+ * null.
  */
 export function pauseOf(view: IPool | null): IOrder | null {
   const orders = view?.maintenance ?? [];

@@ -94,8 +94,8 @@ extern struct driver_calls drv;
 
 /* Stores the thread's last error for cudaGetLastError, and returns the error. */
 cudaError noted(cudaError error);
-cudaError not_run(cudaError error); /* stores the error of a kernel that cannot run here; the next
-                                     * call that gives results returns it again */
+cudaError not_run(cudaError error); /* like noted(), for the error of a kernel that cannot run here;
+                                     * the next call that gives results returns the error again */
 cudaError unasked(void);            /* returns the error that not_run() stored, and clears it;
                                      * returns success if the thread of the launch has already asked
                                      * for its last error */

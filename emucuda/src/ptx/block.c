@@ -11,9 +11,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* A warp runs TURN instructions before the next warp runs. If the lanes of a warp are at different
- * instructions, lanes run LANES_TURN instructions before other lanes run. These turns are
- * necessary, because a warp or a lane may wait for a value that another warp or lane writes. */
+/* A warp runs at most TURN instructions before the next warp runs. If the lanes of a warp are at
+ * different instructions, the lanes at one instruction run at most LANES_TURN instructions before
+ * other lanes run. These turns are necessary, because a warp or a lane may wait for a value that
+ * another warp or lane writes. */
 enum { TURN = 1 << 20, LANES_TURN = 1 << 14 };
 
 void fail(struct warp *w, CUresult error, const char *format, ...)

@@ -77,7 +77,8 @@ struct instruction {
     execute *run;
     int32_t predicate; /* a slot, or NO_SLOT */
     bool negated;
-    bool branches; /* the instruction may send lanes to another place in the code: control.c */
+    bool branches; /* the instruction may move lanes to another place in the code, stop them at a
+                    * barrier, or end them: control.c */
     int32_t meets; /* slot that has the mask of the lanes that must execute the instruction
                     * together; NO_SLOT: no mask */
     struct type type, from;
@@ -135,8 +136,8 @@ struct ptx {
     struct variable *variable;
     size_t variables;
     uint64_t global_size, shared_size;
-    uint64_t dynamic_shared; /* offset of a variable that stands for the launch's dynamic shared
-                              * memory */
+    uint64_t dynamic_shared; /* offset at which the launch's dynamic shared memory begins; external
+                              * variables name this place */
     struct { uint64_t address, id; } storage[MAX_DEVICES];
 };
 
@@ -269,8 +270,8 @@ uint64_t lane_address(const struct warp *w, const struct instruction *i, int arg
 bool space_of(const struct statement *s, enum space *out); /* false: the emulation does not have
                                                             * this space */
 
-/* ---- floating.c: widen() converts a value to double without loss; narrow() rounds a double
- * ---- */
+/* ---- floating.c: widen() converts a value to double without loss; narrow() rounds a double to
+ * the type ---- */
 double widen(struct type t, uint64_t bits);
 uint64_t narrow(struct type t, double value, enum rounding rounding, int flags);
 enum rounding rounding_of(const struct statement *s);

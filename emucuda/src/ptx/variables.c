@@ -279,7 +279,7 @@ CUresult variables_place(struct ptx *ptx, int device)
     pthread_mutex_lock(&driver.lock);
     CUresult result = stored(ptx, device) ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
     if (result) {
-        /* The driver itself uses this memory, so the process is not charged for it. */
+        /* This memory belongs to the driver, so the process is not charged for it. */
         result = device_allocate(device, ptx->global_size, false, &a);
         a.context = driver.device[device].primary;
         struct allocation *added = result ? NULL : allocation_add(&a);

@@ -58,8 +58,8 @@ ROOM_POLL, WATCH = 0.1, 0.5
 #: A process that has got the room must make its context and report it within this many seconds.
 PATIENCE = 60.0
 
-#: TRIES: how often the broker tries to move a process. PAUSE: seconds between two tries. A try
-#: fails, for example, if a CUDA call of the process has not returned yet.
+#: TRIES: the most tries to move a process. PAUSE: seconds between two tries. A try fails, for
+#: example, if a CUDA call of the process has not returned yet.
 TRIES, PAUSE = 4, 0.5
 
 #: After this many failed moves in a row, a session waits for the devices that its processes see.
@@ -91,7 +91,8 @@ class _Move:
     """A move from ``origin[i]`` to ``target[i]``, as the session's page shows it.
 
     ``seen[i]`` is the device that the process sees in the place of ``slice[i]``. It may be the same
-    device. If the process cannot move, the session waits for a slice on the devices ``seen``.
+    device. If the process cannot move, the session waits for a slice on the devices ``seen``, or,
+    if ``stay`` is false, on devices of the same models.
     """
 
     slot: Slot
@@ -266,7 +267,7 @@ class Landings:
             await room.aclose()
 
     def _look_again(self, session: LiveSession, way: _Move) -> None:
-        """Raise RefusedError if the planned move is no longer possible."""
+        """Raise RefusedError if the planned move is no longer possible or no longer necessary."""
         now = self._way(session, self._record(session), way.slot.pid)
         if now.problem:
             raise RefusedError(now.problem, code=Code.NOT_MOVED)
@@ -507,7 +508,7 @@ class Landings:
             page.close()
 
     async def _page(self, name: str) -> Page | None:
-        """Open the page that an earlier broker made for a session; return None without a page.
+        """Open the page that an earlier broker made for a session; return None if it is not found.
 
         After a logout, the path of the page is a link to the earlier broker's descriptor, or does
         not exist.

@@ -48,7 +48,7 @@ _META = "maintenance"
 #: POLL: seconds between two checks of unfinished orders. SCAN: between two searches of /proc.
 POLL, SCAN = 0.2, 1.0
 
-#: Stands for the broker's child processes where other processes have the name of a session.
+#: Stands for the broker and its children where other processes have the name of a session.
 _OWN = "broker"
 
 _WORDS = {"pause": "paused", "drain": "drained"}
@@ -113,7 +113,7 @@ class Maintenance:
         self._left: dict[str, list[tuple[FileHolder, str]]] = {}
         self._unseen: dict[str, int] = {}
         self._own = procfs.identify(os.getpid())
-        #: By the device of an order with no lease left: the present step of the order, as text.
+        #: By the device of an order with no lease left: what the order waits for, as text.
         self._step: dict[str, str] = {}
         #: The sessions whose users the broker has asked to restart their kernel. Each entry has the
         #: order's device, the order's time, and the session.
@@ -206,7 +206,7 @@ class Maintenance:
         return self._sentence(order)
 
     def drain_all(self, reason: str, by: str) -> None:
-        """Drain each GPU for which no order is in force."""
+        """Drain each GPU that has no order of its own. An order for the whole pool stays."""
         for uuid in [uuid for uuid in self._health.devices if uuid not in self._orders]:
             self._order("drain", uuid, reason, by)
 
@@ -271,7 +271,7 @@ class Maintenance:
         return [self._orders[device]] if device in self._orders else []
 
     def _exchange(self, found: Iterable[Device]) -> None:
-        """After a pause, replace the list of devices by ``found``, which the driver lists now.
+        """After a pause, store the devices in ``found``, which the driver lists now.
 
         A device that is not in ``found`` goes out of service. A device that was out of service
         comes back only if ``renew`` has just tested it and it can suspend.
@@ -397,7 +397,7 @@ class Maintenance:
                         continue
                     scanned = now
                     if await self._open_files(order):
-                        # ``status`` names these processes, so the order needs no step.
+                        # ``status`` names the processes with open files, so show no step.
                         self._step.pop(order.device, None)
                         self._tell_holders(order)
                         continue
@@ -433,7 +433,7 @@ class Maintenance:
         return found
 
     async def _open_files(self, order: Order) -> bool:
-        """Return whether a process of this pool has a file of the order's devices open.
+        """Return whether a process of this pool has the device's file open (no device: any file).
 
         It stores in ``_left`` all processes with such a file open, even those outside the pool.
         """
@@ -446,7 +446,7 @@ class Maintenance:
         return any(whose for _, whose in left)
 
     async def _whose(self, holder: FileHolder) -> str:
-        """Return the name of a process's session, "broker" for a child of this broker, or ""."""
+        """Return a process's session, "broker" for this broker or a child of it, or ""."""
         sessions, pid = self._core.sessions, holder.process.pid
         for session in sessions:
             if session.process and procfs.descends(pid, session.process):
@@ -461,7 +461,7 @@ class Maintenance:
         return found.id if found is not None and found.may_have(pid) else ""
 
     def _tell(self, order: Order) -> None:
-        """Ask the users of sessions that cannot be suspended to restart their kernels."""
+        """Ask the user of each session that cannot be suspended, once, to restart the kernel."""
         for session, record in self._holding(order):
             why = self._pinned(session, record)
             if why:
@@ -473,7 +473,7 @@ class Maintenance:
                 )
 
     def _tell_holders(self, order: Order) -> None:
-        """Ask the user of each session that has a device file open to restart the kernel."""
+        """Ask the user of each session with a device file open, once, to restart the kernel."""
         why = (
             f"This kernel has opened the device file of GPU {self._index(order.device)}, so it "
             "keeps that GPU in use"
@@ -559,7 +559,7 @@ class Maintenance:
         return found
 
     def _doing(self, order: Order) -> str:
-        """Return the present step of an order for which no session has a lease any more."""
+        """Return what an order waits for when no session has a lease on its devices any more."""
         if order.device in self._step:
             return self._step[order.device]
         return "" if self._left.get(order.device) else "the pool to check which processes use a GPU"

@@ -243,7 +243,7 @@ class Monitor:
         await self._update_pages()
 
     async def _update_pages(self) -> None:
-        """Write into the pages the home devices (every HOMES seconds) and the room for growth."""
+        """Write the room for growth into the pages. Every HOMES seconds, write the home devices."""
         now = asyncio.get_running_loop().time()
         if now - self._homes_at >= HOMES:
             self._homes_at = now

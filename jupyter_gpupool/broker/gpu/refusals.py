@@ -5,8 +5,9 @@
 After a restore that failed for lack of room, driver 580.159.04 still reports CHECKPOINTED, and
 refuses each later restore even if there is room (see ``docs/driver-facts.md``). Such a state is
 lost. But a refusal may also be temporary: another program uses the memory, the GPU fails, or a
-service that the GPU needs fails. So this module counts only refusals in a row on the same GPUs. If
-one of these GPUs fails a test, the count starts again.
+service that the GPU needs fails. So this module counts only refusals in a row on the same GPUs.
+The broker tests these GPUs after each refusal. If one of the GPUs fails the test, the count starts
+again.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class ProvisionerMessages:
     Parameters
     ----------
     environment:
-        The environment variables that each kernel gets, without the variables for its devices.
+        The variables that each kernel of this machine gets, see ``machine_environment``. The
+        variables for the kernel's own devices are not among them.
     no_device:
         Why no device was found; "" if there are devices.
     content:

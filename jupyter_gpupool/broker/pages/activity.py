@@ -35,12 +35,12 @@ DEVICE_HOLD = "device"
 #: Seconds between two rounds. A round reads the gate of each attached session.
 LOOK = 0.25
 
-#: If no cell runs any more, the broker reads the kernel's page twice. This is the number of seconds
-#: between the two reads.
+#: After an agent's report that no cell runs, the broker reads the kernel's page twice. This is the
+#: number of seconds between the two reads.
 SETTLE = 0.02
 
-#: A session may record a graph and make no CUDA call. After this many seconds, the recording counts
-#: as abandoned.
+#: The recording of a graph counts as abandoned after this many seconds without a CUDA call of the
+#: session.
 ABANDONED = 120.0
 
 #: Seconds for which a read of a session's page stays valid: STALE for a busy session, REST for an
@@ -242,8 +242,8 @@ class Activity:
     def begin_round(self) -> None:
         """Store whether the pool may preempt a session in use because another session waits.
 
-        If it may, :meth:`look` writes this into the pages. The guards then limit how much work the
-        sessions submit.
+        :meth:`look` writes this into the pages. If the pool may preempt a session in use, the
+        guards limit how much work the sessions submit.
         """
         self._contended = bool(self._core.pool.settings.preempt) and self._core.anybody_waits()
 
@@ -326,7 +326,7 @@ class Activity:
     def resting(self, session: LiveSession) -> None:
         """Drop the hold of a session without a running cell, if no call uses the device.
 
-        The agent reports that no cell runs, because other sessions wait. But a thread that the cell
+        While other sessions wait, the agent reports when no cell runs. But a thread that a cell
         started may still run, and may be between two calls. So the broker reads the page again
         SETTLE seconds later. If the thread makes a call in this time, the session stays busy until
         a round finds it idle.

@@ -5,7 +5,7 @@
 Each session that runs under the guard has one small file in a folder of this broker. The guard runs
 in the session's processes, and reads in this file what they may do. It sends a message only when
 the gate is closed or memory is short. If a user damages a page, the broker stops using the page:
-its session goes on without a page, and other sessions are not affected.
+its session goes on without the page's functions, and other sessions are not affected.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ __all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "ControlPages", "environment", 
 #: The folder of shared memory, if the machine has it.
 SHARED_MEMORY = Path("/dev/shm")
 
-#: The name of a file in each folder of pages. The file has the socket and the PID namespace of the
-#: broker that uses the folder.
+#: The name of a file in a folder of pages. The file names the socket and the PID namespace of the
+#: broker that made the folder.
 SOCKET_FILE = "socket"
 
 _SUFFIX = ".page"
@@ -184,9 +184,9 @@ class ControlPages:
     def _find(self, session: LiveSession, path: Path, used: bool) -> Page | None:
         """Restore the deleted page of a session; return None if that is not possible.
 
-        It is not possible if the session had no page or belongs to another user, or if the page is
-        lost. This method makes a new page only if no process can have the old page, because two
-        pages would split the session's accounts.
+        It is not possible if the session had no page or belongs to another user, or if ``used`` is
+        true and no process has the page open. This method makes a new page only if no process can
+        have the old page, because two pages would split the session's accounts.
         """
         if session.uid != os.geteuid() or _named_page(session) != path:
             return None
@@ -289,8 +289,8 @@ class ControlPages:
         """Write the record into the page; return whether the page shows a lease now.
 
         With a lease, this method opens a closed gate. It does not change an open gate, or a gate
-        that is paused for the time slice of another session. During a suspend it changes nothing,
-        because the suspend sets the gate.
+        that is paused for the time slice of another session. Without a lease, it closes the gate.
+        During a suspend it changes nothing, because the suspend sets the gate.
         """
         page = session.page
         if page is None:

@@ -46,7 +46,7 @@ class Rooms:
         self._later: asyncio.Handle | None = None
 
     def changed(self, session: LiveSession, record: SessionRecord) -> None:
-        """Write the figure of one session at once, and the figures of all other sessions soon."""
+        """Write the figure of a changed session at once, and the figures of all others soon."""
         slices = record.slices if record.state in ATTACHED else ()
         if slices:
             self._tell(session, slices, record.request.limit)
@@ -108,7 +108,7 @@ def _can_grow(slices: tuple[Slice, ...], limit: int) -> bool:
 
 
 class Homes:
-    """Chooses, with :mod:`...pool.unasked`, the devices that kernels see before a lease."""
+    """Chooses the devices that kernels see before a lease (see ``placement.home_devices``)."""
 
     def __init__(self, core: Core, pages: ControlPages, activity: Activity) -> None:
         self._core = core
@@ -133,7 +133,7 @@ class Homes:
         )  # fmt: skip
 
     async def refresh(self) -> None:
-        """Show each kernel that has not called cuInit the devices that now have room for it."""
+        """Let each kernel that has not called cuInit see devices that have room for it."""
         devices, kernels = self._core.pool.device_views(), self._kernels()
         pace = Pace()
         for session in [*self._core.sessions]:

@@ -24,16 +24,17 @@ from ... import procfs
 from ...guard.page import Reading
 
 #: DRAIN: after the gate is closed, all calls inside the driver must return within this many
-#: seconds. DRAIN_POLL: seconds between two checks.
+#: seconds, if the caller of :func:`drain` names no other time. DRAIN_POLL: seconds between two
+#: checks.
 DRAIN, DRAIN_POLL = 1.0, 0.003
 
 #: Nanoseconds of run time after which a thread must have left the way. The way takes only a few
 #: nanoseconds, but the kernel updates the run time only once per tick.
 PASSED = 10_000_000
 
-#: POLL: seconds between two checks. LONGEST: the most seconds to wait for a thread. If a thread
-#: gets no processor for this time, the machine is overloaded, and the broker does not suspend the
-#: process.
+#: POLL: seconds between two checks. LONGEST: seconds to wait for a thread; :func:`drain` may wait
+#: longer. If a thread gets no processor for this time, the machine is overloaded, and the broker
+#: does not suspend the process.
 POLL, LONGEST = 0.002, 1.0
 
 
@@ -82,8 +83,8 @@ async def quiesce(pids: Iterable[int], patience: float = LONGEST) -> bool:
 
     Return False if a thread may still be on its way after ``patience`` seconds.
     """
-    # Search in a new thread, because the search takes long if the processes have thousands of
-    # threads. A forged page may name even more.
+    # Search outside of the event loop, because the search takes long if the processes have
+    # thousands of threads. If somebody has forged a page, there may be even more.
     waiting = await asyncio.to_thread(on_the_way, tuple(pids))
     loop = asyncio.get_running_loop()
     give_up = loop.time() + patience

@@ -4,8 +4,8 @@
 
 logind removes ``/run/user/UID`` and, with ``RemoveIPC=yes``, a user's files in ``/dev/shm`` when
 the last login ends. A kernel in tmux, or a kernel whose server continues to run, still needs its
-broker and the broker's files. So the broker checks its files every second. A check takes a few
-microseconds for each file.
+broker and the broker's files. So the broker checks its files. It checks every second, because a
+check takes only a few microseconds for each file.
 """
 
 from __future__ import annotations

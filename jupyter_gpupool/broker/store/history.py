@@ -168,7 +168,7 @@ BREATH = 0.002
 
 
 def tidy(path: Path, *, keep_above: int, max_bytes: int) -> None:
-    """Drop rows up to number ``keep_above``, then the oldest until ``max_bytes`` are left.
+    """Drop rows up to number ``keep_above``, then the oldest until ``max_bytes`` suffice.
 
     This function also moves the write-ahead log into the file. It works in small steps, because the
     broker's own commits wait for each step.

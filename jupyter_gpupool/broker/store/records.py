@@ -101,7 +101,7 @@ def read_session(record: SessionRecord, entry: Mapping[str, Any]) -> LiveSession
 
 
 def frozen_in(entry: Mapping[str, Any]) -> tuple[ProcessId, ...]:
-    """Return the suspended processes that a session has in the journal; () if it has none."""
+    """Return a session's suspended processes from the journal; () if none can be read."""
     try:
         return tuple(ProcessId(int(pid), int(start)) for pid, start in entry.get("frozen", ()))
     except (TypeError, ValueError):

@@ -8,9 +8,9 @@ The journal names the actions that had begun. The driver shows how far each of t
 journal      driver          result
 ===========  ==============  ======================================================================
 any          process gone    closed
-opened       no process yet  detached; then its server names the process or closes the session
+opened       no process yet  detached; then its server names the process, or the session is closed
 queued       any             detached; its agent asks again
-attaching    none            detached: the attach had not begun
+attaching    none            detached: nothing had been done
 attaching    checkpointed    detached, still suspended
 attaching    running         attached: the restore had succeeded
 active/idle  running, none   attached
@@ -265,8 +265,8 @@ class Recovery:
         """
         session, record = one.session, self._core.record(one.session.id)
         if record is not None and not record.suspended:
-            # The session is not suspended. If its page has the mark of a suspend, the earlier
-            # broker ended before it asked the driver. So remove the mark.
+            # The session is not suspended. If its page has the mark of a suspend, this suspend had
+            # not begun, or the driver has resumed the processes since. So remove the mark.
             self._pages.no_longer_aside(session)
         quiet = self._activity.untouched(session)
         self._guard.changed(session)

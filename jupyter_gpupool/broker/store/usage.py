@@ -31,8 +31,8 @@ from ..core import Core
 #: The names of the two values in the journal.
 _ALL, _RECENT = "usage", "usage-recent"
 
-#: SOON: seconds between two writes of the recent usage while there are leases. LATER: seconds
-#: between two writes of all usage.
+#: Both apply while there are leases. SOON: seconds between two writes of the recent usage. LATER:
+#: seconds between two writes of all usage.
 SOON, LATER = 1.0, 60.0
 
 #: The most users, and the most groups, whose usage the broker keeps. It keeps those with the
@@ -49,11 +49,11 @@ class UsageBook:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._timer: asyncio.TimerHandle | None = None
-        #: The pool's time at which the broker last wrote the first value.
+        #: The pool's time at which the broker last wrote the usage of all users and groups.
         self._saved_at = -math.inf
         #: The pool's time at which the previous broker last wrote; None if there was no previous
-        #: broker, or if the machine has rebooted since. The pool's time does not advance while the
-        #: machine sleeps, because a sleeping machine uses no lease.
+        #: broker, or if the machine has rebooted since. The time for which the machine slept does
+        #: not count, because a lease uses nothing while the machine sleeps.
         gone = time.monotonic() - float(core.journal.meta("awake") or math.inf)
         self._since = core.now() - gone if gone >= 0 else None
 

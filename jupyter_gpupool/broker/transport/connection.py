@@ -45,7 +45,8 @@ MAX_BAD = 16
 #: The most holds for which one connection may wait at the same time.
 MAX_WAITING = 256
 
-#: While a peer has more unread bytes than this, the broker handles no request of the peer.
+#: If a peer has more unread bytes than this, the broker handles no request of the peer until the
+#: peer has read most of these bytes.
 HIGH_WATER = 32 << 10
 
 #: If a peer has more unread bytes than this, the broker closes the connection. Between HIGH_WATER

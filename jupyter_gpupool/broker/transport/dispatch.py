@@ -6,7 +6,7 @@ All connections of a user share one place in the round. In one turn of the event
 dispatcher handles requests for a quarter of a millisecond, and serves one user after the other.
 Then the loop reads, accepts and runs its timers. A request that exceeds its user's budget waits in
 the broker. Meanwhile the broker reads nothing more from the connection of this request. So if a
-client floods the broker, all further requests wait in the client.
+client floods the broker, the further requests wait in the client.
 
 Prices are in points. A point is about 50 microseconds of the event loop. A request costs its price,
 or the time that the event loop needs for it if this is more. Each user id has one budget: more
@@ -26,14 +26,15 @@ from ...errors import Code, GPUPoolError, RefusedError
 from ..ratelimit import TokenBucket
 from .auth import User
 
-#: TURN: the points of one turn of the event loop. QUANTUM: the points that one user gets in a turn.
-#: A turn is short, because a client needs several turns to connect and to get its answer.
+#: TURN: the points of one turn of the event loop. QUANTUM: the points that a user gets each time
+#: the dispatcher comes to the user in the round; this may happen more than once in a turn. A turn
+#: is short, because a client needs several turns to connect and to get its answer.
 TURN, QUANTUM = 5.0, 2.5
 
 #: After this many requests, the broker runs the garbage collector for young objects. Python itself
-#: runs it only when the number of new objects minus the number of freed objects reaches a limit. A
-#: new record usually replaces an old one, so Python reaches the limit rarely. The collector would
-#: then check many objects, and would block the event loop for 4 ms in the middle of a request.
+#: runs it only when the number of new objects minus the number of freed objects reaches a limit. If
+#: each new record replaces an old record, Python reaches the limit rarely. The collector then has
+#: to check many new objects, which blocks the event loop for 4 ms in the middle of a request.
 COLLECT = 16
 
 #: An expensive request shortens the turns after it, but by at most this many points in total.
@@ -400,7 +401,8 @@ class UserAccount:
         #: session.
         self.early = 0
         #: ``ready``: connections with a request that can be handled now. ``deficit``: the points
-        #: that the user may still spend in this turn.
+        #: that the user may spend before the dispatcher goes on to the next user; negative after
+        #: requests that cost more than the user had.
         self.ready: dict[Requester, None] = {}
         self.deficit = 0.0
         self.active = False

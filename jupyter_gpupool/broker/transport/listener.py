@@ -427,7 +427,7 @@ def _hung_up(accepted: socket.socket) -> bool:
 
 @lru_cache(maxsize=64)
 def _refusal(uid: User, rate: float) -> bytes:
-    """Return the error for a connection that is refused because LOBBY others already wait."""
+    """Return the error for a refused connection: LOBBY others of its user already wait."""
     error = RefusedError(
         f"{shown(uid)} connects to the broker more often than {rate:g} times a second.",
         code=Code.BUSY,

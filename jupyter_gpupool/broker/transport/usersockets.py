@@ -4,9 +4,10 @@
 
 A user id in a container does not name a user of the machine. So the mounted folder shows to which
 user a container belongs. Root (or Docker, or the kubelet) makes a folder ``users/NAME`` beside the
-machine's socket. It mounts this folder into the container, at the path where the machine has the
-folder of its socket. This module finds the folder and serves a socket in it. Every peer of this
-socket belongs to the user NAME. No other user of the machine may enter ``users``.
+machine's socket, and starts the container with this folder mounted at the path where the machine
+has the folder of its socket. This module finds the folder and serves a socket in it. Every peer of
+this socket belongs to the user NAME. Only the broker's own user may enter the
+machine's ``users``.
 """
 
 from __future__ import annotations
@@ -231,8 +232,8 @@ def _let_all_connect(path: Path) -> None:
     """Set the mode of a socket so that all users may connect to it.
 
     A container that may write in the folder may have replaced the socket with a link. So this
-    function opens the file, checks it, and changes the mode of the open file. A change of the umask
-    before bind() would affect all threads.
+    function opens the file, checks it, and changes the mode of the open file. It does not change
+    the umask, because all threads share the umask.
     """
     found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -26,13 +26,13 @@ from .checkpoint import DriverAnswer
 LOCK_GRACE = 5.0
 
 #: Time-out in seconds for a query of a process's state before an operation changes anything. The
-#: driver answers at once. If it copies memory of the process, it answers after the copy. If the
-#: process is frozen, it never answers. Other sessions wait for the device during the query, so the
-#: time-out is short.
+#: driver usually answers at once. If it copies memory of the process, it answers after the copy. If
+#: the process is frozen, it never answers. Other sessions wait for the device during the query, so
+#: the time-out is short.
 PATIENCE = 10.0
 
-#: The lowest speed of a copy, in bytes per second. It sets the time-out of a copy. The slowest copy
-#: seen in practice was twice as fast.
+#: The lowest expected speed of a copy, in bytes per second. It sets the time-out of a copy. The
+#: slowest copy seen in practice was twice as fast.
 SLOWEST_COPY = 0.5e9
 
 #: A copy that exceeds its time-out gets the same time again, as long as the host memory of the
@@ -128,11 +128,11 @@ class SessionCalls:
         return self._copy_timeout
 
     def allow_copy(self, size: int) -> None:
-        """Set the time-out of all later calls that copy: enough time to copy ``size`` bytes."""
+        """Set the time-out of a copy: give later calls enough time to copy ``size`` bytes."""
         self._copy_timeout = self._call_timeout + size / SLOWEST_COPY
 
     def limit_patience(self, seconds: float) -> None:
-        """Let :meth:`probe` wait at most ``seconds`` seconds from now on."""
+        """From now on, let :meth:`probe` wait at most ``seconds`` seconds for each answer."""
         self._patience = seconds
 
     def refusal(self, process: ProcessId, answer: DriverAnswer) -> Refused:
@@ -295,8 +295,9 @@ class SessionCalls:
     ) -> None:
         """Restore ``suspended`` and then unlock ``locked``, with one message to the worker.
 
-        The worker stops at the first call that fails. The caller then uses :meth:`call` for each
-        step as usual: it returns the worker's answer, or makes the call if the worker has not.
+        The worker stops at the first call that fails. After this method, the caller uses
+        :meth:`call` for each step: :meth:`call` returns the worker's answer, or makes the call if
+        the worker has given no answer for the step.
         """
         calls = len(suspended) + len(locked)
         timeout = self._copy_timeout + self._call_timeout * (calls - 1)

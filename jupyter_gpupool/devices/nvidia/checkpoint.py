@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of one process: a thin typed layer on ``cuda.core.checkpoint``.
 
-This module runs in a worker child. The errors of cuda.core differ only in their text, so this
-module turns the text into a code. Before each call, it compares the start time of the process,
-because another process may now have the pid. It also checks that the process is not stopped
-(SIGSTOP), because every driver call on a stopped process hangs.
+This module runs in a worker child. The errors of cuda.core differ only in their text. Only this
+module turns the text into a code. Before each call, the module compares the start time of the
+process, because another process may now have the pid. The module also checks that the process is
+not stopped (SIGSTOP), because every driver call on a stopped process hangs.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def checkpoint(process: ProcessId) -> DriverAnswer:
 
 
 def restore(process: ProcessId, mapping: Mapping[str, str] | None) -> DriverAnswer:
-    """Move a checkpointed process's memory back to a device; the process stays locked.
+    """Move a checkpointed process's memory from the host to devices; the process stays locked.
 
     Too little free device memory is fatal to the process. ``mapping`` has an entry for *every* GPU
     of the machine: it maps the UUID of the GPU (as NVML shows it) to the UUID of the GPU that
@@ -216,9 +216,9 @@ def complete_mapping(
     """Return a map of all GPUs that moves ``origin[i]`` to ``target[i]``; None if no device moves.
 
     The map must have every GPU that the driver sees (``everything``), even a GPU that
-    CUDA_VISIBLE_DEVICES hides from the process. If A moves to B and B moves to C, the map also
-    moves C to A. So each device maps to a device of the same model. All other devices map to
-    themselves.
+    CUDA_VISIBLE_DEVICES hides from the process. If A moves to B, B moves to C, and ``origin`` does
+    not contain C, the map moves C to A. So each device maps to a device of the same model. All
+    other devices map to themselves.
 
     Raises
     ------

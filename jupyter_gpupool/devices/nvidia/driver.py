@@ -16,7 +16,8 @@ from ...errors import GPUPoolError
 from ..model import Finding, Verdict
 from . import interpreter
 
-#: First driver that has the checkpoint calls (CUDA 12.8). cuda.core refuses older drivers.
+#: First driver that has the checkpoint calls in its API (CUDA 12.8). cuda.core refuses older
+#: drivers.
 SUSPEND_FLOOR = 570
 #: First driver that can restore a process on another device of the same model.
 MIGRATE_FLOOR = 580
@@ -59,9 +60,9 @@ class Capabilities:
 def kill_hazard(module: Path = MODULE) -> str:
     """Return why the pool must suspend a resumed process again before it kills the process.
 
-    Return "" if this is not needed with the loaded driver. With the open kernel module 595.71.05,
-    the kill of a restored process has hung the whole machine (NVIDIA/cuda-checkpoint, issue 53). If
-    the process is suspended again before the kill, the machine does not hang.
+    Return "" if no such problem of the loaded driver is known. With the open kernel module
+    595.71.05, the kill of a restored process has hung the whole machine (NVIDIA/cuda-checkpoint,
+    issue 53). If the process is suspended again before the kill, the machine does not hang.
     """
     try:
         text = module.read_text(errors="replace")
@@ -81,7 +82,8 @@ def kill_hazard(module: Path = MODULE) -> str:
 def capabilities(driver_version: str) -> Capabilities:
     """Return the most that driver ``driver_version`` (such as ``"580.95.05"``) can do.
 
-    If ``driver_version`` has no number, the result says that the driver can do everything.
+    If ``driver_version`` does not begin with a number, the version is unknown, and the result
+    excludes nothing.
     """
     match = re.match(r"\d+", driver_version)
     if match is None:

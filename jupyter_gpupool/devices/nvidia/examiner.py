@@ -93,8 +93,8 @@ class Examiner:
     def apply(self, found: Findings, device: Device, limits: str) -> Device:
         """Return ``device`` with the results in ``found``.
 
-        ``limits`` says what the driver cannot do. It becomes the reason of the device's tier if
-        the tests give no reason.
+        ``limits`` says what the driver cannot do. If the verdict in ``found`` has no reason, the
+        reason of the device's tier contains ``limits``.
         """
         verdict = found.verdict
         tier: Tier = "guarded" if self._guard and not found.unguarded else "unguarded"

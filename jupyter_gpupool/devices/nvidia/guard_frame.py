@@ -205,7 +205,10 @@ async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIt
 
 
 def _folder() -> Path:
-    """Return a new folder with room for a page; try the next place if a file system is full.
+    """Return a new folder with room for a page.
+
+    If one place has no room, this function tries the next place: a full file system is not a fault
+    of the guard.
 
     Raises
     ------

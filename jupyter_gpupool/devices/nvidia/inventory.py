@@ -176,7 +176,7 @@ class Inventory:
         Raises
         ------
         DriverError
-            If the pool may use no device, or the driver does not start.
+            If the driver is missing, if NVML does not answer, or if the pool may use no device.
         """
         found = await self._sampler.discover()
         self.driver_version, self.cuda_version = found["driver"], found["cuda"]
@@ -228,7 +228,7 @@ class Inventory:
         return [*self._devices.values()]
 
     async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
-        """Wait for the operations on the devices, then close all files of the devices.
+        """Wait for operations on the devices, then end the children that opened the devices' files.
 
         If ``uuids`` is None, the method ends all children, so that no process of this service uses
         the driver. Otherwise it ends the workers of these devices, and replaces all other children:
@@ -255,7 +255,7 @@ class Inventory:
         await self._sampler.look_away([u for u in self._devices if u not in self._aside])
 
     def is_aside(self, uuid: str) -> bool:
-        """Return whether the device is set aside: a :meth:`stand_down` has named the device."""
+        """Return whether a :meth:`stand_down` that names the device has set the device aside."""
         return uuid in self._aside
 
     def has_file(self, uuid: str) -> bool:
@@ -352,10 +352,11 @@ class Inventory:
     async def _set_reserved(self, before: Mapping[str, int]) -> None:
         """Set the driver's own memory: the memory that is in use before the first session starts.
 
-        ``before`` has the bytes that were in use before the self-tests, by device. The first
-        context on a device may leave some memory in use permanently. So this method measures again
-        after the self-tests, and the larger number counts. The method waits until the number stops
-        changing, because some drivers need a moment to free the memory of an ended process.
+        ``before`` is the result of :meth:`_unattributed` before the self-tests. The first context
+        on a device may leave some memory in use permanently. So this method measures again after
+        the self-tests, and the larger number counts. If a number has grown, the method waits until
+        the numbers stop changing, but at most FREED_TIMEOUT seconds: some drivers need a moment to
+        show the memory of an ended process as free.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FREED_TIMEOUT
@@ -438,7 +439,7 @@ class Inventory:
     def numbers(self) -> bool | None:
         """Whether NVML's pids belong to this PID namespace; None if that is unknown.
 
-        If this is not True, the pids in samples are negative numbers.
+        If the value is not True after the self-tests, the pids in samples are negative numbers.
         """
         return self._sampler.numbers.proven
 
@@ -468,8 +469,8 @@ class Inventory:
     def context_bytes(self, uuid: str) -> int:
         """Return how many bytes of device memory the first CUDA context of a process takes.
 
-        The self-test has measured this number. If the measurement failed, the result is the usual
-        size of a context.
+        The self-test measures this number. If the self-test could not measure the number, the
+        result is the usual size of a context.
         """
         device = self._device(uuid)
         return device.context_bytes or assumed_context(device.memory_total)

@@ -22,8 +22,9 @@ from ...procfs import (
     session_of,
 )
 
-#: A part of the path of a mapped guard. Symbolic links in other folders lead to this file, and a
-#: process that loads the guard through a link has mapped the file under this path, too.
+#: A part of the path of every mapped guard, also in a container. Symbolic links in other folders
+#: lead to the guard's file. If a process loads the guard through a link, ``/proc/PID/maps`` shows
+#: the path of the file, not the path of the link.
 _GUARD = b"/jupyter_gpupool/guard/lib/"
 
 
@@ -94,7 +95,8 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
     never belongs to a session, and a descendant of the broker belongs to the session only if the
     descendant's environment names the session.
     """
-    if not session:  # without this check, each process without a session would be a member
+    # Without this check, each process of the user without GPUPOOL_SESSION would be a member.
+    if not session:
         raise ValueError("A session must have a name.")
     stats = all_stats()
     top = stats.get(root.pid)
@@ -120,8 +122,9 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
         if depth is None and named == session and apart(stat.pid, root.pid):
             continue
         if named == session or (depth is not None and not named):
-            # The former parent of an orphan is unknown. It may be any process in the list. So an
-            # orphan counts as deeper than all descendants, and comes before them in the list.
+            # An orphan's place in the tree is unknown: any other process in the list may be the
+            # orphan's ancestor. So an orphan counts as deeper than all descendants of the root, and
+            # comes before the descendants in the list.
             found.append((1 << 20 if depth is None else depth, stat.start_time, stat))
     found.sort(key=lambda item: item[:2], reverse=True)
     return [Member(stat.identity, stat.presence, maps_libcuda(stat.pid)) for *_, stat in found]

@@ -154,7 +154,7 @@ class Nvml:
         return [self._sample(uuid) for uuid in uuids]
 
     def remember(self, places: Mapping[str, int], lost: Mapping[str, str]) -> None:
-        """Store what an earlier monitor knew of each GPU: its index, and why it failed."""
+        """Store what an earlier monitor found, by UUID: each GPU's index, and why a GPU failed."""
         self._places |= places
         for uuid, reason in lost.items():
             self.mark_lost(uuid, reason)
@@ -265,7 +265,8 @@ class Nvml:
     def losses(self, uuids: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield ``(uuid, reason)`` for each failure of a device, and wait for the next failure.
 
-        The iterator ends only if NVML cannot report events.
+        If NVML can report events for none of these devices, the iterator ends at once. Otherwise
+        the iterator ends only if NVML fails during a wait.
         """
         n = self._n
         try:

@@ -54,8 +54,8 @@ _LATE_LOOKS, _LATE_POLL, _LATE_PAUSE, _LATE_PATIENCE = 60, 1.0, 60.0, 3600.0
 #: An error code of this module, not of the driver: a restore has no room, but the state is intact.
 _NO_ROOM = "NO_ROOM"
 
-#: Error codes of a restore on another device that mean: the driver cannot move the process there. A
-#: retry on the same device would fail with the same code.
+#: Error codes of a restore on another device that mean: the driver cannot move the process there.
+#: The driver would refuse a retry on that other device, too.
 _NOT_MOVED = {checkpoint.NOT_SUPPORTED, checkpoint.INVALID_VALUE}
 
 _WORST: tuple[SessionState, ...] = ("hung", "failed", "checkpointed", "locked", "running")
@@ -79,7 +79,7 @@ class Operation:
         #: of the calls.
         self.touched: list[ProcessId] = []
         self._before: list[DeviceSample] = []
-        #: Processes that the operation could not bring back, because they are stopped (SIGSTOP).
+        #: Processes that do not run again after the operation, because they are stopped (SIGSTOP).
         self.unsettled: list[ProcessId] = [] if first is None else first.unsettled
         #: Processes that the driver may still lock, because the lock call has no answer yet.
         self.late: list[ProcessId] = [] if first is None else first.late
@@ -125,7 +125,7 @@ class Operation:
             return await self._give_up(Refused("drain", f"The pool stopped this suspend. {error}"))
         if procfs.ending(self._root):
             return self._suspended("gone", checkpoint.absent(self._root, "gone"), targets)
-        if not targets:  # all processes in ``targets`` have ended, and the root has no context
+        if not targets:  # the locked processes have ended, or have no context any more
             return self._suspended("nothing", "")
         return await self._verify(targets, adopted, before)
 
@@ -159,8 +159,8 @@ class Operation:
                     if process not in self.touched:
                         self.touched.append(process)
                     adopted |= state == "checkpointed"
-        # Use the order of the last search. A process that the last search has found first may be a
-        # child of a process that an earlier search has found.
+        # Use the order of the last search: a process that only a later search has found may be a
+        # child of a process that the first search has found.
         order = {process: place for place, process in enumerate(listing)}
         return sorted(targets, key=lambda process: order.get(process, -1)), adopted
 
@@ -203,9 +203,10 @@ class Operation:
             return await self._calls.call(op, process, **fields)
 
     async def landed(self, late: Collection[ProcessId]) -> list[ProcessId]:
-        """Wait until the driver has finished lock calls whose worker was lost.
+        """Wait until lock calls whose worker was lost take effect.
 
-        Return the processes in ``late`` that the driver has locked.
+        After ``_LATE_LOOKS`` checks of a process, this method stops waiting for the process. Return
+        the processes in ``late`` that the driver has locked.
         """
         found = []
         for process in late:
@@ -401,7 +402,7 @@ class Operation:
             if _over(answer):
                 continue
             if answer.outcome == "refused" and answer.code != LOST:
-                # After a refusal, the driver may still have the process's state, so ask for it.
+                # Ask the driver for the process's state: not every refusal is a loss.
                 now = await self._calls.state(process)
                 answer = replace(answer, value=now.value)
             if answer.outcome != "ok" and not (answer.code != LOST and answer.value == "locked"):

@@ -33,7 +33,7 @@ class DeviceService(Inventory):
         return self
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
-        """Return the environment variables that make a new program see only these devices."""
+        """Return environment variables for a new program, which then sees only these devices."""
         return environment(devices)
 
     # ------------------------------------------------------------------ calls of the broker

@@ -63,7 +63,7 @@ class Given:
 
 
 def environment(devices: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that make a new program see only these devices."""
+    """Return environment variables for a new program, which then sees only these devices."""
     return {_VISIBLE: ",".join(devices), **_ORDER, **_FRUGAL}
 
 

@@ -3,8 +3,8 @@
 """The worker children, one for each device, and their operations on sessions.
 
 Operations on the same device wait for each other. An operation continues even if its caller is
-cancelled. If an operation could not make all processes run again, a task of this module does it
-later.
+cancelled. If an operation leaves processes stopped or locked, a task of this module makes these
+processes run again later.
 """
 
 from __future__ import annotations

@@ -207,8 +207,9 @@ static int receive(int fd, char *answer, size_t *have)
 static __thread bool through;
 
 /* Sends the question and waits for the answer. `for_gate`: also end the wait when the gate lets
- * calls pass. `at_most`: the longest wait in nanoseconds, including the wait for a broker; 0: no
- * such limit. `why`: gets the sentence of the answer, as in broker_land(). */
+ * calls pass. `at_most`: the longest wait in nanoseconds; the function then connects only once, and
+ * does not wait for a broker if none runs. 0: no such limit. `why`: gets the sentence of the
+ * answer, as in broker_land(). */
 static enum answer ask(const struct text *question, bool for_gate, uint64_t at_most, char *why)
 {
     char answer[ANSWER_BYTES];
@@ -355,8 +356,8 @@ CUresult broker_land(const char *step, char *why)
     put(&question, ",\"step\":\"%s\",\"pid\":%d,\"tid\":%ld}\n", step, (int)getpid(),
         syscall(SYS_gettid));
     through = !strcmp(step, "move");
-    /* Only "cancel" has a time limit. If it does not arrive, the broker releases the memory
-     * later. */
+    /* Only "cancel" has a time limit. If "cancel" does not arrive, the broker still releases the
+     * reserved memory, but later. */
     enum answer answer = ask(&question, false, strcmp(step, "cancel") ? 0 : HOME_NS, why);
     through = false;
     return answer == ANSWER_OK        ? CUDA_SUCCESS

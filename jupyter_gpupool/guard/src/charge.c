@@ -93,8 +93,8 @@ static uint64_t missing(int ordinal, uint64_t bytes)
     return wanted > granted ? wanted - granted : 1;
 }
 
-/* Whether the broker has refused a grant for this many bytes or fewer, and nothing has changed
- * since then. */
+/* Whether the request needs a grant that is at least as large as a grant that the broker has just
+ * refused, and nothing has changed since then. */
 static bool in_vain(int ordinal, uint64_t bytes)
 {
     uint64_t wanted, from = LOAD(guard_page->vain[ordinal]);

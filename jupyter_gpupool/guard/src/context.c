@@ -108,7 +108,7 @@ struct here here_of_stream(CUstream stream, bool per_thread)
     return h;
 }
 
-/* ---- the fixed charge of a context, and the charges that the guard gives back when a context
+/* ---- the constant charge of a context, and everything that the guard gives back when a context
  * ends */
 
 /* Whether this process has any context. If it has one, it moves with its session. So its devices

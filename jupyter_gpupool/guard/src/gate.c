@@ -62,8 +62,8 @@ bool gate_lets(bool use)
     if (gate == GATE_OPEN)
         return true;
     if (gate == GATE_UNUSED) {
-        /* If the broker has changed the gate since the load above, the exchange fails and stores
-         * the new value in `gate`. If the new value is GATE_CLOSED, the function returns false. */
+        /* If the gate has changed since the load above, the exchange fails and stores the new value
+         * in `gate`. The function then returns true only if the new value is GATE_OPEN. */
         if (use)
             __atomic_compare_exchange_n(&guard_page->gate, &gate, GATE_OPEN, false,
                                         __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);

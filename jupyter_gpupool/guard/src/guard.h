@@ -47,9 +47,10 @@ void *guard_exported(int entry);
  * the error for the application. After an error, a later call tries again. */
 CUresult guard_settle(void);
 extern bool guard_settled; /* whether guard_settle() has succeeded in this process */
-/* An entry point first tests a byte (see guard_gates). If the byte is not zero, the entry point
- * calls the function below that belongs to its kind in entries.txt. If the function returns 0, the
- * entry point calls the driver. guard_slow_never only loads the driver. */
+/* Each of these functions belongs to a kind of entry points in entries.txt. An entry point first
+ * tests a byte (see guard_gates), and calls its function if the byte is not zero. The kind "never"
+ * tests guard_unloaded instead, and the kind "refuse" always calls its function. If the function
+ * returns 0, the entry point calls the driver. guard_slow_never only loads the driver. */
 CUresult guard_slow_never(void);
 CUresult guard_slow_free(uint32_t entry);
 CUresult guard_slow_gate(uint32_t entry);
@@ -106,8 +107,8 @@ bool gate_lets(bool use);
 /* Wait until the gate lets a call through, without counting the call. Returns 0, or the error for
  * the application. */
 CUresult gate_pass(void);
-/* Registers what must happen when the process exits. The guard does this once, at the first CUDA
- * call of a session's process. */
+/* Registers what must happen when the process exits. The guard does this once, when it maps the
+ * page: usually at the first CUDA call of a session's process. */
 void gate_at_exit(void);
 /* Whether the process is ending. Then no call may wait for a lease. */
 bool gate_ends(void);
@@ -214,8 +215,9 @@ enum page_state {
 enum page_state page_settle(void);
 void page_passed(int fd); /* the broker has sent the session's page: keep its descriptor for
                            * page_settle() */
-/* A thread holds this lock while it takes or frees a slot, and while it checks that more bytes fit
- * in the grant and adds them. A thread never calls the driver while it holds this lock. */
+/* A thread holds this lock while it takes or frees a slot, and on the slow path of a charge, where
+ * it adds bytes only if they fit in the grant (charge.c). A thread never calls the driver while it
+ * holds this lock. */
 void page_lock(void);
 void page_unlock(void);
 /* Free the slots of processes that have ended. The caller holds the lock. The function is slow,

@@ -26,8 +26,9 @@ static uint32_t *counted;
  * epoch if the session was suspended at that moment, otherwise 0. */
 static uint64_t began;
 
-/* Whether the session is suspended. When the driver has suspended the processes, the broker removes
- * the lease from the page. It writes the next lease before it opens the gate. */
+/* Whether the session is suspended, or has had no lease yet. When the driver has suspended the
+ * processes, the broker removes the lease from the page. It writes the next lease before it opens
+ * the gate. */
 static bool suspended(const struct page *page)
 {
     return !page_has_lease(page) && __atomic_load_n(&page->gate, __ATOMIC_SEQ_CST) == GATE_CLOSED;
@@ -122,8 +123,8 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
 
 EXPORTED void gpupool_nvml_leave(void)
 {
-    if (counted) /* it is NULL at the end of a thread without a counted call, and in the child of a
-                  * fork() during the call */
+    if (counted) /* it is NULL at the end of the main thread if no call is counted, and in the child
+                  * of a fork() during the call */
         __atomic_store_n(counted, 0, __ATOMIC_SEQ_CST);
     counted = NULL;
 }

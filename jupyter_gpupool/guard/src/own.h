@@ -22,9 +22,9 @@ void *own_map(size_t size);
  * in *where. */
 void *own_block(void **where, size_t size);
 
-/* A lock in memory from own_map(). 0: free; 1: held; 2: held, and other threads wait for it. A
- * thread holds it for a few instructions or a short call of the driver, never while it waits for
- * the broker. */
+/* A lock, usually in memory from own_map(). 0: free; 1: held; 2: held, and other threads wait for
+ * the lock. A thread holds the lock for a few instructions or a short call of the driver, never
+ * while the thread waits for the broker. */
 void own_lock(uint32_t *lock);
 void own_unlock(uint32_t *lock);
 

@@ -65,8 +65,8 @@ static uint64_t start_time(uint32_t pid)
     if (n <= 0)
         return !n || error == ESRCH ? 0 : UNKNOWN;
     text[n] = 0;
-    /* The process's name is in brackets before the other fields, and may itself contain brackets.
-     * So look for the last bracket. */
+    /* The process's name is field 2. It is in brackets, and may itself contain brackets. So look
+     * for the last bracket. */
     char *at = strrchr(text, ')');
     if (!at || at[1] != ' ' || !at[2])
         return 0;
@@ -386,8 +386,8 @@ static enum page_state find_page(void)
                                 * same time */
     if (!guard_page) {
         if (!remembered)
-            broker_remember(); /* only once: another thread may read the stored values later, while
-                                * it asks the broker */
+            broker_remember(); /* only once: at a second time, another thread could be asking the
+                                * broker and reading the stored values */
         remembered = true;
         why = map(path, &lost);
         if (!why)

@@ -20,8 +20,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#define AWAY_NS 4500000000ull   /* longest wait of a call if this process cannot start a broker. The
-                                 * call fails within 5 s */
+#define AWAY_NS 4500000000ull   /* longest wait of a call if this process cannot start a broker, so
+                                 * that the call fails within 5 s */
 #define START_NS 90000000000ull /* longest wait for a broker that starts: it loads the driver and
                                  * tests every device */
 #define AGAIN_NS 2000000000ull  /* time between two attempts of this process */

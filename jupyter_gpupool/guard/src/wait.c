@@ -75,8 +75,8 @@ bool polite_finalizing(void)
 /* ---- interrupts
  *
  * While a thread waits, the guard's handler for SIGINT counts each interrupt, and then calls the
- * program's own handler. In a process without a handler, the guard changes nothing: the signal ends
- * the process or is ignored.
+ * program's own handler (the next paragraph describes an exception). In a process without a
+ * handler, the guard changes nothing: the signal ends the process or is ignored.
  *
  * A thread that the interpreter does not know is a foreign thread: it belongs to a library. JAX
  * gives such a thread arrays to reuse (donated arguments). If an interrupt makes the thread's call

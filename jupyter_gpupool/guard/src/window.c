@@ -81,8 +81,9 @@ static void wait_for(CUevent event, uint64_t began)
     interpreter_take(thread);
 }
 
-/* Waits until the earlier launches of the stream are done: records an event and waits for it.
- * Called inside a counted call. If the driver refuses the event, the function does not wait. */
+/* Waits for the earlier launches of the stream: records an event and waits for it (wait_for).
+ * Called inside a counted call. If the driver refuses the event, the launch goes on without a
+ * wait. */
 static void drain(CUstream stream, bool per_thread)
 {
     typedef CUresult (*create)(CUevent *, unsigned);
@@ -164,8 +165,8 @@ CUresult wrap_cuLaunchKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsign
     LAUNCH(cuLaunchKernel_ptsz, stream, true, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
 }
 
-/* Read *config only if the guard counts the launch. The pointer may be invalid, because the driver
- * may refuse a call before it reads the structure. */
+/* Read *config only if the guard counts the launch. The driver may refuse a call before it reads
+ * the structure, so the pointer may be invalid. */
 static CUstream stream_of(const CUlaunchConfig *config)
 {
     return config && contended() ? config->hStream : NULL;

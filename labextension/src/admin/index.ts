@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The page for admins of the pool. It shows every session, and gives orders. */
+/** The page for admins of the pool: it shows every session, and admins give orders. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ILabShell, ILayoutRestorer } from '@jupyterlab/application';
 import { ICommandPalette, MainAreaWidget, WidgetTracker } from '@jupyterlab/apputils';

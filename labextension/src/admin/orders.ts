@@ -12,8 +12,8 @@ import type { IDevice, INote, PoolClient } from '../api';
 import type { IRow } from './rows';
 
 /**
- * The highest number of minutes that the form accepts. The broker allows at most 7
- * days.
+ * The highest number of minutes until a recall takes a slice back. The broker allows at
+ * most 7 days.
  */
 export const MOST_MINUTES = 7 * 24 * 60;
 
@@ -152,7 +152,8 @@ async function ask(
         Dialog.cancelButton({ label: trans.__('Cancel') }),
         (form.harm ? Dialog.warnButton : Dialog.okButton)({ label: form.accept })
       ],
-      // If an order cannot be undone, the Enter key chooses `Cancel`.
+      // The Enter key must not give an order that cannot be undone, so it chooses
+      // `Cancel`.
       ...(form.harm ? { defaultButton: 0 } : { focusNodeSelector: 'input, select' })
     });
     if (!button.accept || value === null) {

@@ -21,7 +21,10 @@ import { fill, parts, percent } from './geometry';
 import { Badge, hue } from './section';
 import { useTools } from './tools';
 
-/** A part shows its number only if it fills at least this share of the bar. */
+/**
+ * A part shows its number only if it fills at least this share of the bar. A smaller
+ * part has no room for its number.
+ */
 const ROOM = 0.07;
 
 export const DeviceBar = React.memo(function DeviceBar(props: {
@@ -77,8 +80,8 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
 const LISTED: ReadonlySet<IPart['kind']> = new Set(['mine', 'other', 'foreign']);
 
 /**
- * The line about one part of the bar: who has this part, its size, and how much of it
- * is in use.
+ * The line about one part of the bar: who has this part, its size, how much of it is in
+ * use, and what the session does with it.
  */
 function OnDevice({ part }: { readonly part: IPart }): React.ReactElement {
   const { trans, open } = useTools();

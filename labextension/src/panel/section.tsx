@@ -58,7 +58,7 @@ export function Badge({ number }: { readonly number: number }): React.ReactEleme
 
 /**
  * Return the style class of a kernel's colour. There are 10 colours, so kernel 11 has
- * the colour of kernel 1.
+ * the colour of kernel 1. The numbers tell these two kernels apart.
  */
 export function hue(number: number): string {
   return `jp-gpupool-hue${((number - 1) % 10) + 1}`;

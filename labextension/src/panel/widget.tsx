@@ -133,8 +133,8 @@ export class PanelWidget extends ReactWidget {
   }
 
   /**
-   * If no kernel runs, fetch the view once. No other code fetches it then, so the panel
-   * would be empty.
+   * If no kernel runs, fetch the view once. The page has no websocket then, so without
+   * this request the panel could be empty or show an old view.
    */
   private _look(): void {
     if (!this._tools.model.live) {

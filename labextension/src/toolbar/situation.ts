@@ -47,7 +47,7 @@ export interface ISituation {
   readonly what: string;
 }
 
-/** Return the word for the document that uses a kernel, by the type of its session. */
+/** Return the word for what uses a kernel, by the type of its session. */
 export function whatOf(trans: TranslationBundle, type: string): string {
   switch (type) {
     case 'notebook':

@@ -31,8 +31,8 @@ async function scene(
   await before(beta);
   await beta.run(`print("before")\n%gpu 6GiB${uses(64)}print("ran")`, false);
   await expect(beta.chip).toHaveText(/^Waiting/);
-  // Wait for the kernel's line about the wait. Without this line, the kernel would not
-  // report that an interrupt ended the wait.
+  // Wait for the kernel's line about the wait. From then on, the kernel certainly reports
+  // that an interrupt ended the wait.
   await expect(beta.output).toContainText('Waiting for a GPU slice of 6 GiB');
   return [alpha, beta, work];
 }
