@@ -75,7 +75,7 @@ class Client:
         self._lock = threading.Lock()
         self._closed = False
         check_socket(self.path)
-        #: The last error message from the broker that did not answer a request. With such a message
+        #: The broker's last error message that was not the answer to a request. With such a message
         #: the broker says why it closes the connection.
         self._said: GPUPoolError | None = None
         try:
@@ -254,11 +254,11 @@ class Client:
 
 
 class ClientAgain:
-    """A connection to a broker that continues with the next broker if the broker dies.
+    """A connection that outlives its broker: if the broker dies, it connects to the next broker.
 
     If a broker dies during a call, this object repeats the call to the next broker. So one call may
-    reach two brokers. If an ``open`` reaches two brokers, the session from the first broker has no
-    process, so the next broker ends this session. All other calls do no harm if they run twice.
+    reach two brokers. If an ``open`` reaches two brokers, the session of the first ``open`` has no
+    process, so a broker ends this session. All other calls do no harm if they run twice.
 
     Parameters
     ----------

@@ -85,8 +85,8 @@ class Manager:
     begin: Callable[[Layout], list[list[str]]]
     upgrade: Callable[[Layout], list[list[str]]]
     end: Callable[[Layout], list[list[str]]]
-    #: A function that returns the words of the broker's command. It reads them in the text of the
-    #: service file that runs the broker.
+    #: Takes the text of the service file that runs the broker. Returns the words of the broker's
+    #: command, which it finds in this text.
     command_in: Callable[[str], list[str]]
     #: Commands that run after the files are removed.
     ended: Sequence[Sequence[str]] = ()
@@ -233,9 +233,10 @@ def _words_of_unit(text: str) -> list[str]:
 
 
 def _unit_words(words: Sequence[str]) -> str:
-    """Return a command as text for a unit: the words, quoted and with special characters escaped.
+    """Return words as text for a unit: quoted, and with special characters escaped.
 
-    systemd expands variables in all words but the first, so only these words need ``$$`` for ``$``.
+    systemd expands variables in each word of a command after the first word. So the text has ``$$``
+    for a ``$`` in these later words.
     """
     quoted = []
     for number, word in enumerate(words):

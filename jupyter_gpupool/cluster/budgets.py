@@ -181,8 +181,8 @@ class Budgets:
         if loan.life != self.life or loan.epoch < self.epoch:
             return
         if loan.epoch > self.epoch:
-            # A new ledger has taken over. From now on the node ignores earlier ledgers. The node
-            # keeps its ceilings, and reports them to the new ledger.
+            # From now on the node ignores ledgers with a smaller token. The node keeps its
+            # ceilings, and reports them to this ledger.
             self.epoch, self._applied, self._version = loan.epoch, 0, -1
             self._told, self.due = False, True
             self._first = self._number + 1
@@ -206,8 +206,8 @@ class Budgets:
         self.has_left = self.drains and loan.gone
         self.wanted, self.used_up = loan.wanted, loan.used_up
         if loan.spent is not None and self._told:
-            # The ledger has already added this node's ``spent`` to its own. So the node's ``spent``
-            # is replaced with the ledger's.
+            # The ledger has already read this node's copy of ``spent``. So the ledger's copy
+            # replaces the node's copy.
             self._spent, self._version = loan.spent, loan.version
         for key, amount in loan.ceilings.items():
             had = self.ceilings.get(key, 0)
@@ -229,8 +229,8 @@ class Budgets:
             del self._sent[min(self._sent)]
         self.due = False
         if self.drains and self.is_empty:
-            # The ledger will lend this node's unused GPU-seconds to other nodes. So lower the
-            # ceilings to what this node has used.
+            # The ledger will lend this node's unused GPU-seconds to other nodes. So from now on
+            # this node uses no more of them: lower the ceilings to what the node has used.
             self._leaves = True
             for key in [key for key in self.ceilings if key.is_seconds]:
                 self.ceilings[key] = min(self.ceilings[key], self._used(key))
@@ -247,7 +247,7 @@ class Budgets:
 
     def _holding(self, key: Key) -> Holding:
         use = self.uses.get(key, Demand())
-        # A draining node gives up everything but its part of the refill. It still needs the refill,
-        # which brings back the GPU-seconds that the node has used.
+        # A draining node keeps its part of the refill, which brings back the GPU-seconds that the
+        # node has used. Of all other keys, it keeps only what its sessions use now.
         keep = 0 if self.drains and key.resource != REFILL else use.keep
         return Holding(self.ceilings.get(key, 0), use.used, keep)

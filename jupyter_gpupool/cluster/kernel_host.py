@@ -157,8 +157,9 @@ def enter(folder: str, machine: str) -> None:
 def hold_ports(address: str, before: Mapping[str, int]) -> dict[str, int]:
     """Return a port for each channel, and reserve it: the port in ``before``, or else a free port.
 
-    The kernel binds the ports about a second later. Until then Linux must give no port to another
-    program. So this function binds a socket to each port, and the kernel inherits these sockets.
+    The kernel binds the ports about a second later. Until then Linux must give none of these ports
+    to another program. So this function binds a socket to each port, and the kernel inherits these
+    sockets.
     The kernel can still bind the ports, because ZeroMQ and this function set ``SO_REUSEADDR``.
     """
     holders = {}
@@ -227,7 +228,7 @@ def perform(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Execute an order that does not start a kernel; return the answer."""
     order = message["order"]
     if order["do"] == "tell":
-        # The broker accepts the request only if the session belongs to the user of this process.
+        # The broker sees this process's user id, and checks that the session belongs to this user.
         with Client(Path(message["socket"])) as client:
             answer = client.call(order["request"], session=order["session"], **order["fields"])
         return {"answer": {k: v for k, v in answer.items() if k not in ("v", "type", "id")}}

@@ -17,9 +17,9 @@ What a ledger forgets
 A ledger forgets everything when it ends, because it writes nothing to a disk. A new ledger learns
 from the reports of the nodes. It lends nothing before every member has reported: otherwise it would
 lend again what an unreachable node has. The list of members comes from the admin's configuration.
-Each life of a ledger has a fencing token. A node that has reported to a ledger ignores
-every ledger with a smaller token. So when the new ledger begins to lend, no node obeys an earlier
-ledger. (This is the first phase of Paxos: L. Lamport, "Paxos Made Simple", 2001.)
+Each life of a ledger has a fencing token. A node that has reported to a ledger ignores every ledger
+with a smaller token. So when the new ledger begins to lend, no node obeys an earlier ledger. (This
+is the first phase of Paxos: L. Lamport, "Paxos Made Simple", 2001.)
 
 A node that is silent
 ---------------------
@@ -276,7 +276,7 @@ class Ledger:
                 node.gone = False
 
     def _new_life(self, node: Node, life: int) -> None:
-        """Begin a node's new life, and drop the offers that the ledger made to its earlier life.
+        """Begin a node's new life, and drop the offers to its earlier life, which are void now.
 
         The ledger goes on counting what it counted for the earlier life, until it counts the next
         report.
@@ -287,9 +287,9 @@ class Ledger:
         node.offers.clear()
 
     def _recognise(self, node: Node, report: Report) -> list[Key]:
-        """Stop counting the node as gone; return the keys for which it counted as gone.
+        """Stop counting what the node used before it was gone; return the keys of this use.
 
-        The node's own report contains again what it has used according to its journal.
+        The node's own report now contains this use, because the node still has the same journal.
         """
         if node.journal not in ("", report.journal):
             # The node has lost its earlier journal, so its reports no longer contain what it used

@@ -15,10 +15,10 @@ from .messages import Holding, Key, Report, Summary, Usages
 #: the two oldest offers: the merged offer has the larger ceiling of each key.
 OFFERS = 16
 
-#: ``unheard``: the ledger still waits for a report of the node. ``fenced``: the node's ceilings
-#: will be free soon. ``gone``: the node was fenced, and its ceilings are free. ``draining``: the
-#: node drains, or has the order to drain. ``left``: the node has drained, and no session of it has
-#: a slice.
+#: ``unheard``: no report shows yet that the node obeys this ledger (see :attr:`Node.heard`).
+#: ``fenced``: the node's ceilings will be free soon. ``gone``: the node was fenced, and its
+#: ceilings are free. ``draining``: the node drains, so it grants nothing more, or it has the order
+#: to drain. ``left``: the node has drained, and no session of it has a slice.
 NodeState = Literal["present", "silent", "unheard", "fenced", "gone", "draining", "left"]
 
 
@@ -89,9 +89,9 @@ class Node:
         """Store the node's summary, and whether it drains and has executed the admin's order."""
         self.summary = report.summary
         self.drains = report.drains
-        # ``drains`` alone does not prove that the node has executed the order: an earlier order may
-        # have had the same effect, and another earlier order may still undo it. So also check that
-        # the node has applied an answer that contains this order.
+        # ``drains`` alone does not prove that the node has executed the order. The node may already
+        # have been in this state, and an earlier order that arrives late may still change the
+        # state. So also check that the node has applied an answer that contains this order.
         if report.drains == self.order and report.applied >= self.order_serial:
             self.order = None
 

@@ -141,7 +141,7 @@ class Report:
     #: view of all nodes.
     looks: bool = False
     #: ``usage``: what users and groups have used on this node; None in reports without the usage.
-    #: It contains each user and group with a session, even if they have used nothing.
+    #: It contains each user and group with a session, with 0 if they have used nothing.
     #: ``half_life``: the half-life of a usage in seconds, from the rules.
     usage: Usages | None = None
     half_life: float = 0.0
@@ -286,7 +286,7 @@ def epoch_from_json(values: Any) -> Epoch:
     Raises
     ------
     ValueError
-        If ``values`` is not a token. A node that accepted a wrong token could ignore the ledger.
+        If ``values`` is not a token. A node that kept a wrong token could ignore the right ledger.
     """
     if (
         not isinstance(values, list)

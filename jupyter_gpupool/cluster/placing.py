@@ -36,7 +36,7 @@ class Considered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The chosen machine ('' if none can take the kernel), and all machines that were compared."""
+    """The chosen machine ('' if no machine can take the kernel), and all considered machines."""
 
     node: str
     considered: tuple[Considered, ...]

@@ -70,7 +70,7 @@ class Queues:
         """Return how much is reserved for nodes that have waited for longer than ``name``.
 
         The result is at most ``most``. When the sum reaches ``most``, the function stops, because a
-        queue may be long.
+        queue may be long and the free amount small.
         """
         if key not in self._needs:
             return 0

@@ -3,8 +3,10 @@
 """The ledger as a Ray actor, and an agent's connection to it.
 
 Ray carries messages, and restarts the ledger on Ray's head when the ledger dies. Ray has no other
-task: cells and brokers do not use Ray. So a hostile program that can talk to Ray can change how
-much of the limits each machine may use, but it can do no other harm.
+task: cells and brokers do not use Ray. A hostile program with the cluster's token can run any
+program as Ray's user. So it can change how much of the limits each machine may use, drain the
+machines, and do with letters what an agent can do (see :mod:`.mail`). It can do no other harm to
+brokers.
 """
 
 from __future__ import annotations

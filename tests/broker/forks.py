@@ -71,7 +71,7 @@ EMULATED = str(library_dir())
 DESCRIPTOR = "{descriptor}"
 
 #: Bytes that the server adds to its own command line and environment as padding. A forked process
-#: overwrites both with its own command line and environment, which may be longer.
+#: overwrites both, with the padding, by its own command line and environment.
 _ROOM = {"arguments": 600, "environment": 16_000}
 
 #: Size in bytes of the longest request, with its arguments and its environment.
@@ -366,7 +366,7 @@ def run(command, *, env, standard, folder=str(ROOT)):
 
 
 def kernels(command, *, env, stdin=None, stdout=None, stderr=None, cwd=None, **options):
-    """Start a kernel, with the arguments of :class:`subprocess.Popen`. Fork it if a server can."""
+    """Start a kernel as :class:`subprocess.Popen` does; fork it if possible, or execute it."""
     guarded = _guarded(env)
     plain = all(env.get(name) == os.environ.get(name) for name in _LOADER)
     python, *rest = command

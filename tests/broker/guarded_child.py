@@ -91,7 +91,7 @@ def uuid_of(device):
 
 
 def do_retain(command):
-    """Make a context on a given device. In a new program, no earlier call needs a lease."""
+    """Make a context on a given device: in a new program, the first call that needs a lease."""
     context = ctypes.c_void_p()
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), command["device"])
     call("cuCtxSetCurrent", context)
@@ -321,7 +321,7 @@ def do_toil(command):
 
 
 def do_rounds(_):
-    """Return the number of rounds of the thread of ``do_toil``, and the error that ended it."""
+    """Return the rounds of the thread of ``do_toil``, and its error if an error has ended it."""
     return THREADS["toil"][2]
 
 

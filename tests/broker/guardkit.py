@@ -55,7 +55,7 @@ class Guarded(kit.Kernel):
     def touch(self):
         """Change the gate from UNUSED to OPEN, as the first CUDA call after a sample does.
 
-        Return False if the gate is closed, so that a CUDA call must wait.
+        Return False if a CUDA call must wait at the gate.
         """
         if self.map[8] == UNUSED:
             self.map[8] = OPEN

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker that reads the files of /proc and of control groups from ``host``, beside its socket."""
+"""A broker that reads host memory and control groups from the folder ``host`` beside its socket."""
 
 from __future__ import annotations
 

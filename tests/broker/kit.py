@@ -125,7 +125,7 @@ class Broker:
         #: The broker's pid, and the number of the journal's last row, when the current test began.
         self._pid = None
         self._after = 0
-        #: True if no other test may use this broker: a test changed more than the status shows.
+        #: True if no other test may use this broker, even if its status looks like new.
         self.disturbed = False
         self.configure(**config)
 

@@ -15,7 +15,7 @@ async def _nothing():
 
 
 def monitor_of(core, *, room=None, samples=None, foreign_processes="count"):
-    """Return a monitor with the given parts; stubs that do nothing replace its other parts."""
+    """Return a monitor with the given parts. Its other parts do nothing, or are None."""
     settings = SimpleNamespace(foreign_processes=foreign_processes, sample_interval=1.0)
     return Monitor(
         core,

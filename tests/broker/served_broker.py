@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A user's own broker. It expects the machine's broker at ``service.sock``, one folder higher."""
+"""A user's own broker. The machine's broker may listen at ``service.sock``, one folder higher."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from .kit import BIG, ONE, Kernel, MiB, wait_until
 
 @pytest.fixture
 def clean(monkeypatch, folder):
-    """Set the environment of a user without configuration; yield the folder of the socket."""
+    """Set the environment of a user without configuration; yield its folder for sockets."""
     for name in list(os.environ):
         if name.startswith(("GPUPOOL_", "JUPYTER_")):
             monkeypatch.delenv(name)

@@ -3,7 +3,7 @@
 """Tests of a real broker on emulated drivers with quirks.
 
 In some cases it is not known how real drivers behave. A quirk emulates one possible behaviour. The
-emulator's README lists the quirks. A test's docstring begins with the quirk that the test turns on.
+emulator's README lists the quirks. If a test turns on a quirk, its docstring begins with the quirk.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def seen(broker, kernel, least):
 
 
 def test_slice_can_have_all_memory_except_the_drivers_residue(ready, made):
-    """residue: the capacity excludes the memory that the driver uses before the first session."""
+    """residue: the capacity excludes the memory that the driver uses before the first session.
+
+    So no kernel waits for this memory.
+    """
     broker = ready(("residue", {"bytes": "40MiB"}))
     (capacity,) = {d["memory_capacity"] for d in broker.status()["devices"]}
     assert capacity == CAPACITY - 40 * MiB - 2 * MiB  # the margin for changes of the residue
@@ -112,7 +115,7 @@ def test_growing_residue_counts_as_outside_the_pool(ready, made):
 
 
 def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
-    """residue: while the device is at rest, the broker measures it again and accepts its growth."""
+    """residue: on a device at rest, the broker measures the residue again, and accepts a growth."""
     broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
     before = broker.status()["devices"][0]["memory_capacity"]
     one = made(broker, "one", memory=SMALL)
@@ -254,7 +257,7 @@ def test_kernel_survives_a_lock_that_ignores_its_timeout(ready, made):
 
 
 def test_restore_that_fails_and_keeps_the_state_is_retried(ready, made):
-    """restore-keeps-state: the kernel waits after the failure; the reason quotes the driver."""
+    """restore-keeps-state: the kernel waits, and the wait reason quotes the driver's error."""
     broker = ready(("restore-keeps-state", {}))
     one = made(broker, "one")
     one.attach()

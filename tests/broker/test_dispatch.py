@@ -324,7 +324,7 @@ def test_acts_that_wait_for_the_budget_are_bounded(folder, monkeypatch):
 
 
 def test_connection_with_an_unread_answer_gets_no_further_answer(folder, monkeypatch):
-    """While a peer has an unread answer, the broker does not handle the peer's further requests."""
+    """While a connection has an unread answer, the broker handles no further requests from it."""
 
     async def scenario(service, connect):
         service.load = "y" * 400_000

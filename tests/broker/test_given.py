@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker uses only the GPUs that its user's variables name, as in ``CUDA_VISIBLE_DEVICES``."""
+"""A broker uses only the GPUs that its user's variables, such as ``CUDA_VISIBLE_DEVICES``, name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Clients read the journal page by page. Users take turns, and each user gets only allowed rows."""
+"""Clients read the journal in bounded pages. Users take turns, and each reads only allowed rows."""
 
 from __future__ import annotations
 

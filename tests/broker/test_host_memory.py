@@ -329,7 +329,7 @@ def test_host_note_names_a_low_limit_before_any_kernel_waits(broker, program):
 
 
 def test_limit_below_the_slice_leads_to_a_warning(make_broker):
-    """Host memory never has room for this program's state. Others once waited without end."""
+    """The pool cannot suspend this program, so other kernels once waited without end."""
     broker = make_broker(
         preempt=["class"], unsuspendable="ask", unsuspendable_after=["1s", "1s", "1s"]
     ).started

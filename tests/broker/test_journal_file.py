@@ -61,7 +61,7 @@ def test_journals_path_and_content_show_the_machines_id(broker):
 
 
 def test_records_of_another_machine_are_left_alone(make_broker):
-    """Two machines may share a home folder. A boot id tells them apart: each has its own."""
+    """Two machines may share a home folder. Each of the machines has its own boot id."""
     broker = make_broker().started
     path = journal_of(broker)
     one = Kernel(broker, "one")
@@ -228,7 +228,7 @@ def test_living_broker_whose_lock_was_deleted_keeps_its_journal(folder):
 
 @pytest.mark.parametrize("boot", ["this", "another"])
 def test_older_journal_open_on_another_machine_is_left_alone(folder, monkeypatch, boot):
-    """SQLite's lock shows that a broker on another machine has the journal open.
+    """SQLite's lock shows that a broker on another machine or in a container has the journal open.
 
     All machines that mount a network home see SQLite's locks there. But only the broker's own
     machine sees the lock of the broker's socket.

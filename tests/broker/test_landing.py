@@ -281,7 +281,7 @@ def test_process_on_a_lost_gpu_gives_its_slice_back(make_broker, kernels):
     wait_until(lambda: "is out of service" in k.status()["wait_reason"], "the reason", PATIENCE)
     assert (k.state(), k.status()["devices"]) == ("queued", [])
     other = kernel(memory=BIG)
-    other.begin(MiB)  # k has given its slice back, so another kernel may use its GPU
+    other.begin(MiB)  # k has given its slice back: another kernel may use the GPU of this slice
     other.do("storm")
     broker.faults.clear()
     assert k.answer(PATIENCE) is None
@@ -293,7 +293,7 @@ def test_process_on_a_lost_gpu_gives_its_slice_back(make_broker, kernels):
 def refused_move(broker, kernel):
     """Return a program that waits because the driver refused its move, and the GPU it waits for.
 
-    The last value is the program that keeps each GPU busy, by GPU.
+    The last value has the programs that keep GPUs busy, by GPU.
     """
     k = kernel(memory=BIG)
     (home,) = k.do("ask")

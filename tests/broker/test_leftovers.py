@@ -35,7 +35,7 @@ def age(*paths):
 
 @pytest.fixture
 def dead(folder):
-    """Yield a killed broker and its living kernel; the socket is in the user's usual folder."""
+    """Yield a killed broker and its living kernel; the socket's folder has the usual name."""
     home = folder / f"gpupool-{os.geteuid()}"
     home.mkdir(mode=0o700)
     broker = GuardedBroker(home).started

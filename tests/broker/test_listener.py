@@ -182,7 +182,7 @@ def connected(path, listening):
         client.send(b"x")
         listening.setblocking(True)
         listening.settimeout(30)
-        while True:  # the claim has also connected, to check the socket: skip that
+        while True:  # the claim checks the socket by a connection: skip it if it is queued here
             accepted, _ = listening.accept()
             with accepted:
                 if accepted.recv(1) == b"x":

@@ -49,7 +49,7 @@ def closed(broker, device=""):
 
 
 def xids(broker):
-    """Return the rows of lost devices that name an Xid. A sample may report a loss without one."""
+    """Return the rows of failures with an Xid. A sample may report a failure before its Xid."""
     return [row for row in broker.rows("device-lost") if "Xid" in row["reason"]]
 
 
@@ -182,8 +182,8 @@ def test_pool_closes_a_paused_gpus_file_and_names_other_users(broker, kernel, on
     uuid = broker.session(one.session)["device"]
     index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
     one.do("drop", hold="cell")
-    # The GPU's self-test and the suspend have started the monitor and both workers. These processes
-    # have the device files open.
+    # The GPU's self-test and the suspend start both workers and the monitor. These processes open
+    # the device files.
     elsewhere = kernel("elsewhere.ipynb", memory=400 * MiB)
     idler = kernel("asks.ipynb", launch=False)
     env = {**environment(broker.folder), **without_guard({**os.environ, **idler.env})}

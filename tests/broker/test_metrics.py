@@ -119,7 +119,7 @@ def test_both_formats_are_valid_for_their_content_types(served):
 
 @pytest.fixture(scope="module")
 def served():
-    """Yield a broker and its metrics port. All tests that change nothing use this broker."""
+    """Yield a broker and its metrics port. Only tests that change nothing use this broker."""
     folder = short_folder()
     broker = Broker(folder, metrics_port=free_port())
     yield broker.started, json.loads(broker.config_file.read_text())["GPUPool"]["metrics_port"]

@@ -318,9 +318,9 @@ def requests(draw):
 )
 @given(st.lists(requests(), min_size=1, max_size=12))
 def test_no_input_causes_an_internal_error(attacked, messages):
-    """The session is open, and the broker gets any requests about it in any order.
+    """A session is open. The broker gets the requests in any order, with any values.
 
-    A value that once caused an internal error was an integer of 400 digits.
+    An integer of 400 digits once caused an internal error.
     """
     with (
         subprocess.Popen(["sleep", "600"], start_new_session=True) as kernel,

@@ -311,7 +311,7 @@ def taken(raw, answers):
 def test_file_lease_on_a_page_does_not_delay_a_new_broker(tmp_path):
     layout.Page.create(tmp_path / "s.page", "s", os.getuid()).close()
     holder = os.open(tmp_path / "s.page", os.O_RDONLY)
-    # When another process opens the file, Linux sends SIGIO to the holder of the file lease.
+    # When somebody opens the file for writing, Linux sends SIGIO to the holder of the file lease.
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     try:
         fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_RDLCK)
@@ -342,7 +342,7 @@ def test_process_in_many_slots_of_a_page_is_checked_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("way", ["own link", "link of another", "file"])
 def test_abandoned_page_removes_only_its_own_link(tmp_path, way):
-    """A link names the page by a descriptor's number. After a close, another page may have it."""
+    """A link names a descriptor's number. After a close, another page may have this number."""
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
     kept = ControlPages(tmp_path, {}, at(tmp_path), logging.getLogger())
     session = SimpleNamespace(id="s", page=page, uid=os.geteuid(), process=None)

@@ -350,7 +350,7 @@ def test_growth_into_a_neighbours_slice_is_refused(broker, kernel):
 
 
 def vain(k, device=0):
-    """Return the smallest size that the page refuses. With 0, the page refuses no size."""
+    """Return the smallest grant that the page refuses. 0: none, so the guard asks the broker."""
     return struct.unpack_from("<Q", k.map, layout.VAIN_AT + 8 * device)[0]
 
 
@@ -556,8 +556,9 @@ def test_kernel_with_overuse_is_suspended_before_it_is_ended(make_broker):
     k.server.call("release", session=k.session)
     k.wait_state("detached", seconds=60)
     k.lease()
-    # Do not wait for the answer, because the kernel may end before it. The kernel does not fill the
-    # memory: on a busy machine this takes more than 5 s, and a suspend waits only 5 s for GPU work.
+    # Do not wait for the answer: the kernel may end before it answers. The kernel does not fill
+    # the memory: on a busy machine, a fill would take more than 5 s, but a suspend waits only 5 s
+    # for work on the GPU.
     k.tell("alloc", bytes=220 * MiB, byte=None)
     k.process.wait(60)
     row = wait_until(lambda: broker.rows("retired"), "suspended again", 60)[0]

@@ -466,7 +466,7 @@ def test_killed_program_frees_all_its_memory(make_broker, moment):
 
 
 def test_program_continues_after_its_agent_disconnects(broker, program):
-    """The hold of an agent ends a while after its disconnection. Calls still need the GPU."""
+    """An agent's hold ends a while after its disconnection. The program still needs the GPU."""
     worker = at_work(program)
     worker.do("hold", hold="cell-1")
     wait_until(lambda: len(worker.status()["holds"]) == 2, "the cell's hold")

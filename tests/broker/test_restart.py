@@ -263,7 +263,7 @@ class PerCell(Kernel):
 
 
 def test_agent_that_is_slow_to_return_keeps_its_slice(broker, kernels):
-    """While a cell in a C library keeps the GIL, the agent is silent. It keeps its slice."""
+    """If a cell in a C library keeps the GIL, the agent is silent. The kernel keeps its slice."""
     one, two = kernels("one", "two", memory=400 * MiB, kind=PerCell)
     three = kernels("three", memory=400 * MiB)[0]
     one.attach()

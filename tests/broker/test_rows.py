@@ -62,7 +62,7 @@ def test_journal_stays_small_after_many_short_sessions(make_broker):
             client.call("close", session=name, reason="z" * 200)
             if n % 50 == 0:
                 most = max(most, log.stat().st_size)
-    # The broker overwrites the log from its begin if no other connection reads the log. But while
+    # The broker overwrites the log from the start if no other connection reads the log. But while
     # ``tidy`` waits for the disk, the log grows: on a busy machine, by 3 MiB.
     assert most < 2 * journal_module.MAX_LOG
     broker.stop()

@@ -94,7 +94,7 @@ def test_next_broker_restores_what_a_pause_suspended(driver, kernel):
 def test_incomplete_pause_survives_a_killed_broker(driver, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
-    driver.faults.clear()  # the driver cannot suspend a process that has only called cuInit
+    driver.faults.clear()  # without faults, the driver can suspend a process after cuInit alone
     with_files = kernel(memory=BIG, launch=False)
     env = {**environment(driver.folder), **without_guard({**os.environ, **with_files.env})}
     with subprocess.Popen(
@@ -166,7 +166,7 @@ def test_pause_names_the_suspend_that_it_waits_for(driver, kernel):
     children = psutil.Process(driver.process.pid).children()
     workers = [child for child in children if "worker" in child.cmdline()]
     for worker in workers:
-        worker.suspend()  # SIGSTOP: the worker cannot finish its suspend
+        worker.suspend()  # SIGSTOP: the worker cannot finish its driver call
     maintain(driver, "pause", seen)
     what = "the suspend of kernels that have only called cuInit"
     wait_until(lambda: what in order(driver, seen)["step"], "what it waits for", PATIENCE)

@@ -30,7 +30,7 @@ def in_a_child(work):
 
 
 def test_only_the_event_loop_has_a_short_time_slice(tmp_path):
-    usual = time_slice(0)  # 0 before Linux 6.12: no older kernel reports a time slice
+    usual = time_slice(0)  # 0 before Linux 6.12: older kernels report and change no time slice
     short = SLICE if usual else 0
     broker = Broker(tmp_path)
     try:

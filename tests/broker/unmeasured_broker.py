@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose self-test does not measure the size of a CUDA context."""
+"""A broker whose pool knows no size of a CUDA context, as if no self-test had measured it."""
 
 from __future__ import annotations
 

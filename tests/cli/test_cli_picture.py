@@ -34,7 +34,7 @@ BUSY = pool(
         attached("3f2a1b9c0d11", "active", 6 * GiB, footprint_bytes=GiB, used_bytes=3 * GiB,
                  wait_seconds_total=12),
         session("b00c44", suspended_bytes=5 * GiB, label="old.ipynb"),
-        # The broker shows only these fields of another user's session.
+        # The broker shows these and a few more fields of another user's session.
         {"id": "dd00", "owner": "other", "state": "detached", "granted_bytes": 0, "device": None,
          "queue_position": None},
     ],
@@ -91,7 +91,7 @@ def test_table_shows_group_preemption_and_guaranteed_size():
 
 
 def test_picture_and_top_show_no_idle_time_if_it_is_unknown():
-    """The status does not show the idle time of other users' kernels. A zero would be wrong."""
+    """The status has no idle time of other users' kernels. A zero would mean "idle since now"."""
     theirs = {"id": "dd00", "owner": "other", "state": "idle", "granted_bytes": GiB, "devices": []}
     found = pool(sessions=[attached("3f2a1b", "idle", 4 * GiB, idle_since=100.0), theirs])
     lines = [line.split() for line in draw(found, Style(width=100))]

@@ -32,7 +32,7 @@ LAYOUT = Layout(
 
 @pytest.fixture
 def call(tmp_path, monkeypatch):
-    """Return a function that installs the service with fake programs such as ``systemctl``.
+    """Return a function that calls the command with fake programs such as ``systemctl``.
 
     The fake programs only record their arguments.
     """
@@ -326,7 +326,8 @@ def test_systemd_accepts_the_units_and_rates_them_safe(tmp_path):
             capture_output=True, text=True, check=False, timeout=120,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
-    # systemd rates the exposure of a unit: 0 is safe, and a unit without any restriction gets 96.
+    # systemd rates the exposure of a unit from 0 (safe) to 100. A unit without any restriction
+    # gets 96.
     rated = subprocess.run(
         ["systemd-analyze", "security", "--offline=true", "--threshold=42",
          units["gpupool.service"]], capture_output=True, text=True, check=False, timeout=120,

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker that runs this interpreter as its users, even from a folder only for root."""
+"""A broker that runs Python as its users, even if only root may enter Python's folder."""
 
 from __future__ import annotations
 

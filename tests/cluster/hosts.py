@@ -4,7 +4,7 @@
 
 Only root can create network namespaces. A process in a namespace reaches the other machines only
 through the bridge, as a host does through a switch. If a test cuts the cable of a machine, packets
-are lost, but no connection is reset, and no process gets an error.
+are lost, but no connection is reset, and no process learns of the loss.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Cluster:
     make_broker = broker_kit.Broker
 
     def __init__(self, folder, *, sockets=None, of_node=None, **config):
-        """``sockets`` is a folder for broker sockets. ``of_node`` has the own options of nodes."""
+        """``sockets`` is a folder for broker sockets. ``of_node`` maps a node to more options."""
         self.folder = Path(folder)
         shared = {
             "cluster_nodes": list(self.names),

@@ -265,7 +265,7 @@ def test_only_one_of_two_threads_can_use_a_credential(tokens):
     both = Barrier(2)
 
     class Slow(dict):
-        """Makes both threads read before one of them writes."""
+        """Gives both threads time to read before one of them writes."""
 
         def get(self, *arguments):
             found = super().get(*arguments)

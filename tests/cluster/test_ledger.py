@@ -490,7 +490,7 @@ def queue(nodes):
 
 
 def handle(world):
-    """Let the ledger handle the only message; return the executed lines and the answered nodes."""
+    """Let the ledger handle the only message; return the count of lines and the answered nodes."""
     (report,) = (message for _, message in world.wires)
     actions = []
     found = lines_of(
@@ -684,7 +684,7 @@ def test_an_unneeded_guarantee_delays_no_session():
 
 
 def test_random_use_exceeds_no_quota_when_a_ledger_dies():
-    """In this test, most steps are leases and messages. Hypothesis grants fewer slices."""
+    """Most steps are leases and messages, so the nodes grant more slices than with Hypothesis."""
     granted = 0
     for seed in range(60):
         chance = random.Random(seed)
@@ -766,8 +766,8 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: not self.only_ledger)
     @rule(ends=st.booleans())
     def start_ledger(self, ends):
-        # The new ledger does not know the use of the nodes that are gone. Tell it to the
-        # auditor.
+        # The new ledger does not know the use of the nodes that are gone. Tell the auditor about
+        # this use.
         leaks = [leak for ledger in self.world.ledgers.values() for leak in ledger._gone]
         self.world.forgotten += sum(leak.amount for leak in leaks)
         if ends:

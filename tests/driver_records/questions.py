@@ -52,7 +52,7 @@ def _table(*, null: bool) -> Question:
 
 
 def _cuda_anywhere() -> Iterator[tuple[str, Question]]:
-    """Yield the questions that need no initialised driver and no device."""
+    """Yield questions for the time before cuInit. Their answers depend on no device."""
     yield "cuDriverGetVersion(NULL)", _calls(("cuDriverGetVersion", None))
     yield "cuInit(1)", _calls(("cuInit", 1))
     yield "cuInit(0xffffffff)", _calls(("cuInit", ctypes.c_uint(0xFFFFFFFF)))

@@ -21,8 +21,8 @@ def record(
 ) -> dict[str, Any]:
     """Return the record of two libraries.
 
-    Pass ``device`` None for ``--anywhere``. If ``every`` is False, the recorder does not call every
-    exported function.
+    Pass ``device`` None for ``--anywhere``. If ``every`` is False, the record leaves out the calls
+    of single functions.
 
     Raises
     ------

@@ -58,8 +58,9 @@ def rested():
 def pool(installed, rested, monkeypatch, request):
     """Return ``make(machine, **config) -> Pool``, which starts a pool or reuses an idle one.
 
-    After the test, all its processes must end without SIGKILL, and the broker must grant no memory
-    to any kernel. If the broker is then as good as new, the next test of the file may use the pool.
+    After a passed test, the broker must grant no memory to any kernel. If the broker is then as
+    good as new, and all other processes of the test have ended, the next test of the file may use
+    the pool. Otherwise, the fixture ends the pool: every process must end without SIGKILL.
     """
     made: list[Pool] = []
 

@@ -305,7 +305,7 @@ class Pool:
     def take_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Set the environment in which this process and its children use this pool.
 
-        They do not read the user's own configuration.
+        They do not use the user's own configuration, runtime files and IPython folder.
         """
         for name in ("GPUPOOL_EMULATE", "EMUCUDA_STATE", "GPUPOOL_SESSION"):
             monkeypatch.delenv(name, raising=False)
@@ -337,8 +337,8 @@ class Pool:
     def begin(self) -> None:
         """Start the broker for the first test.
 
-        This broker is forked, because a fork is faster than an exec. A broker that a test starts
-        later is executed as usual.
+        This broker is forked, because a fork is faster than an exec. Later brokers are executed as
+        usual, unless a test uses ``forks.instead_of_launches`` for them, too.
         """
         self.write_config()
         with forks.instead_of_launches():
@@ -412,7 +412,7 @@ class Pool:
         return self.call("status")
 
     def peek(self, kernel_id: str) -> Any:
-        """Return a kernel's session for a failure message, or the text of the broker's error."""
+        """Return a kernel's session for a failure message, or why no broker answers."""
         try:
             return self.session_of(kernel_id)
         except BrokerUnavailable as error:
@@ -480,7 +480,7 @@ class Pool:
             return list(sampler.first()["devices"])
 
     def check_ledger(self) -> dict[str, Any]:
-        """Return the broker's status; fail if its states, grants and totals do not match."""
+        """Return the broker's status; fail if states, grants, totals, limits or queue are wrong."""
         status = self.status()
         granted: dict[str, int] = {}
         for session in status["sessions"]:
@@ -674,8 +674,8 @@ class Sampler:
                 for pid, used in device["processes"].items():
                     if pid in sample["steady"]:
                         compared += 1
-                        # A process that the broker moves to another device has a context here.
-                        # Each device keeps room for one, beside the grants.
+                        # A landing process may have a context on a device without a grant. Each
+                        # device keeps room for one such context, in addition to the grants.
                         lands = device["uuid"] in sample["landing"].get(pid, ())
                         allowed = limits.get(pid) or (self._landing if lands else 0)
                         assert used <= allowed, (

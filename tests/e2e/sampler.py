@@ -12,10 +12,12 @@ sample has three more fields:
 ``granted``
     Device -> pid -> bytes: the grants in the second status.
 ``steady``
-    The pids with the same lease in both. Only their bytes can be compared with their grants.
+    The pids with the same lease in both statuses. Only for these pids, the sampled bytes and the
+    grant belong to the same moment.
 ``landing``
-    Pid -> devices. A process that is listed here made its first context on this device, and the
-    broker moves it to its slice on another device. Each device keeps memory for such a context.
+    Pid -> devices on which the process was landing in one of the two statuses. A landing process
+    makes its first context on such a device, and then the broker moves the process to the device
+    of its slice. Each device keeps memory for one such context.
 """
 
 from __future__ import annotations

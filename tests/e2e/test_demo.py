@@ -17,12 +17,12 @@ from tests.marks import MARK, marked
 
 from .kit import LOOK, wait_for
 
-#: The highest allowed sum of the memory of all processes of the demo, in bytes.
+#: All processes of the demo together may have at most this many resident bytes.
 BUDGET = 4 << 30
 
 
 def resident(mark: str) -> int:
-    """Return the memory of all marked processes in bytes. A page that they share counts once."""
+    """Return the resident bytes of all marked processes. A page that they share counts once."""
     total = 0
     for process in marked(mark):
         try:

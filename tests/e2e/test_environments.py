@@ -37,8 +37,8 @@ class Blocker:
 sys.meta_path.insert(0, Blocker)
 """
 
-#: A program that runs two notebooks on a GPU that has room for only one. The tests run it in a
-#: Python without NVIDIA's packages.
+#: A program that runs two notebooks on a GPU that has room for only one. The tests of this file run
+#: it in a Python without NVIDIA's packages.
 NOTEBOOKS = """
 import sys, tempfile
 from jupyter_client import KernelManager
@@ -243,7 +243,7 @@ def test_message_describes_an_interpreter_that_does_not_work(tmp_path):
 
 
 def test_requirements_of_devices_are_the_same_in_all_files():
-    """The requirements of device processes must be the same in four places.
+    """Compare the requirements of device processes in four places.
 
     These are the extra ``devices`` of the package, the lock file, the input of the lock file, and
     the check of the device processes.

@@ -176,7 +176,9 @@ assert not problems, problems
 
 
 def test_thread_continues_when_a_later_cell_has_the_slice(pool):
-    """A thread uses the GPU between two cells. Its calls may wait, but must not fail.
+    """A thread uses the GPU between two cells.
+
+    Its calls may wait, but they must not fail, and the thread must not see wrong bytes.
 
     Without the guard, as here, the broker does not see the thread's calls, so it can suspend the
     kernel. Under the guard, the calls count as use of the slice (``test_lazy``).
@@ -406,7 +408,7 @@ def test_failed_resume_loses_only_its_own_session(pool):
     play(scenario())
 
 
-# The time-out is long: the broker ends a hung worker only after two minutes of a copy.
+# The time-out is long: the broker waits two minutes for a worker's copy before it ends the worker.
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("op", ["lock", pytest.param("checkpoint", marks=pytest.mark.long)])
 def test_hung_worker_is_replaced_and_the_notebook_goes_on(pool, op):

@@ -20,7 +20,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 def command(*arguments, cwd=None, env=None, check=True):
-    """Run a command without the variables of Python, Jupyter and the pool; return its result."""
+    """Run a command without the variables of Python, Jupyter and the pool; return its result.
+
+    With ``check``, fail if the command fails.
+    """
     clean = {
         k: v
         for k, v in os.environ.items()

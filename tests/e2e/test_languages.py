@@ -4,7 +4,7 @@
 
 The "kernel" is a bash script that starts a compiled program or an R script. jupyter_client starts
 the bash script from a kernelspec with the pool's provisioner. The tests exchange files with the
-program, so it does not implement the Jupyter protocol.
+program, so the program does not need to speak the Jupyter protocol.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ tensors = [Tensor() for _ in range(20)]
 def test_garbage_is_collected_while_another_kernel_has_the_gpu(pool):
     """A suspended kernel collects garbage: the calls that free device memory do not wait.
 
-    They ask for no lease. The memory is freed after the next resume.
+    They ask for no lease. The memory is freed at the next resume.
     """
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"

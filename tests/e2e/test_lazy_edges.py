@@ -21,7 +21,7 @@ from .kit import MiB, until
 from .scenes import occupied, play, release, said, state, with_blocks
 from .test_lazy import ONE, SLICE
 
-#: The MiB of a test's array. Such arrays are large enough to fill a slice.
+#: The MiB of a test's array. These tests compare the sizes of arrays with the size of a slice.
 DATA = 128
 
 # ---------------------------------------------------------------------- after a death
@@ -46,10 +46,10 @@ def test_waiting_call_fails_within_5_s_without_a_broker(pool):
         assert "jupyter gpupool doctor" in done.text, done
         assert done.text.count("GPU pool:") == 1
         print(f"the call ended {took:.2f} s after the broker")
-        # The call must end within 5 s after the guard notices the broker's end;
-        # tests/guard/test_wait measures exactly this time. The time in this test also includes the
-        # end of the broker's process and the report of the cell's error. On a slow machine, these
-        # two may take 20 s.
+        # The guard promises that the call ends within 5 s; tests/guard/test_wait tests this without
+        # a kernel. The time in this test also includes the end of the broker's process before the
+        # 5 s, and the report of the cell's error after the 5 s. On a slow machine, these two may
+        # take 20 s.
         assert took < 5.0 + 20.0, took
         assert not work.done(), "a kernel with a slice continues"
         pool.start_broker()

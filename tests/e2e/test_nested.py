@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""An outer notebook runs an inner notebook with nbclient. No broker runs, so it starts one, too."""
+"""An outer notebook runs an inner notebook with nbclient. No broker runs, so it starts one."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ sys.stdin.read()
 
 
 def test_broker_started_by_the_launcher_outlives_its_kernel(pool, start, monkeypatch):
-    """No broker runs, so the kernel's launcher starts one. It continues after the kernel's end."""
+    """No broker runs, so the kernel's launcher starts one. The broker outlives the kernel."""
     pool = pool(ONE, default_memory=SLICE)
     os.kill(pool.status()["pid"], signal.SIGTERM)
     wait_for(lambda: not pool.socket.exists(), "the broker to end")

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Real kernels on emulated drivers with quirks: points in which real drivers may differ.
+"""Real kernels on emulated drivers with quirks.
 
-The emulator's README lists the quirks. The variable EMUCUDA_FAULTS sets them in all processes of a
-test: the broker, its workers and the kernels.
+A quirk is an undocumented point in which real drivers may differ. The emulator's README lists the
+quirks. The variable EMUCUDA_FAULTS sets them in all processes of a test: the broker, its workers
+and the kernels.
 """
 
 from __future__ import annotations

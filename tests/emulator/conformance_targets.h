@@ -384,8 +384,8 @@ static int thread_id(struct child *c)
     return cuCheckpointProcessGetRestoreThreadId(c->pid, &tid) ? -1 : tid;
 }
 
-/* Restores a process on other devices: for each of the first `count` devices, its memory goes to
- * the next device. */
+/* Restores a process so that the next device replaces each device. Passes `count` pairs of an old
+ * and a new device, from the first device on. */
 static int restore_elsewhere(struct child *c, int count)
 {
     unsigned char pairs[64][2][16];

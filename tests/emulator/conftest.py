@@ -25,7 +25,7 @@ from emucuda import Faults, build, environment
 TIMEOUT = 60
 
 #: The program of a child. It executes the statements in each line of its input, and answers with
-#: the value that they assign to ``_``.
+#: ``repr(_)``, where ``_`` is the value that the statements assign to this name.
 TARGET = r"""
 import ast, ctypes, hashlib, os, signal, sys
 import numpy as np

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Device memory: untouched bytes cost nothing, and bytes are freed at the end of their process."""
+"""Device memory is sparse, is charged to processes, and is freed when its process ends."""
 
 import os
 import signal
@@ -32,7 +32,10 @@ def rss(pid):
 
 @pytest.fixture
 def watch(emulated):
-    """Return a machine, and a function that evaluates an expression with NVML in a process."""
+    """Return a machine, and a function that evaluates an expression with NVML in a process.
+
+    The machine has two devices of 1 GiB. A context takes 32 MiB.
+    """
     machine = emulated()
     watcher = machine.target()
     watcher.do(NVML)

@@ -179,7 +179,10 @@ def test_kernels_compute_and_take_modelled_time(emulated):
 
 
 def test_streams_wait_for_one_another(emulated):
-    """The default stream and a blocking stream wait for each other. Each kernel takes 200 ms."""
+    """The default stream and a blocking stream wait for each other's kernels.
+
+    They wait until the modelled end of a kernel, 200 ms after its start.
+    """
     child = emulated().target()
     child.do(
         dedent("""

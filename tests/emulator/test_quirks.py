@@ -26,7 +26,7 @@ _ = 1
 
 
 class Trio:
-    """A machine with two processes: ``target`` has 8 MiB on a device; ``worker`` observes it."""
+    """A machine with two processes: ``target`` has 8 MiB on device 0; ``worker`` observes it."""
 
     def __init__(self, machine):
         self.faults = machine.faults

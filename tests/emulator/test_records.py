@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Without a device, the emulated driver answers like the records of NVIDIA's libraries."""
+"""Compares the emulated driver's answers without a device with records of NVIDIA's libraries."""
 
 import copy
 import ctypes
@@ -97,7 +97,7 @@ def _forms_are_only_added(older, newer):
 
 @pytest.mark.parametrize("oldest", [0, 1])
 def test_drivers_without_a_device_agree(oldest, newest_without_device):
-    """NVIDIA's drivers give the same answers, except to the three questions in the code below.
+    """NVIDIA's drivers give the same answers to single questions, except to the three below.
 
     A later driver only adds forms to a name for cuGetProcAddress. It changes no older form.
     """
@@ -185,12 +185,12 @@ def test_changed_answer_in_a_record_without_device_is_reported(
 
 
 def test_checks_made_before_cuinit_are_also_made_if_it_fails(newest, newest_without_device):
-    """For a call after a failed cuInit, the later driver's answer before cuInit is expected."""
+    """A check that the later driver makes before cuInit is also expected after a failed cuInit."""
     older = newest_without_device
     found = parity.differences_without_device(older, newest, older)
     real = {difference.question: difference.real for difference in found}
     assert (real["cuCtxGetDevice"], real["cuKernelGetName"]) == ("1", "400")
-    assert "cuInit" not in real  # no call of cuInit is in the later driver's record
+    assert "cuInit" not in real  # the later driver's record has no answer for this call
 
 
 # ---------------------------------------------------------------------- the recorder

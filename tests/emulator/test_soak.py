@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Long tests: the conformance program with sanitizers, and kills at random moments of a suspend."""
+"""Long tests: the conformance program with sanitizers, and callers that are killed at random
+moments of a suspend or resume.
+"""
 
 import os
 import random

@@ -75,7 +75,10 @@ ALL_SIZES = "sum(sizes)"
 
 @pytest.fixture
 def pair(emulated):
-    """Return a machine, a target with each kind of device memory, a worker, and the digests."""
+    """Return a machine, a target, a worker that suspends the target, and the digests.
+
+    The machine has two devices of 1 GiB. The target has each kind of device memory.
+    """
     machine = emulated()
     target, worker = machine.target(), machine.target()
     worker.do(WORKER)
@@ -91,7 +94,7 @@ def status(pid, field):
 
 
 def on_devices(pid):
-    """Return the bytes of device memory that a process has on the devices at this moment."""
+    """Return how many bytes of a process's device memory are on a device, not in host memory."""
     files = [file.stat() for file in Path(f"/proc/{pid}/fd").iterdir()
              if str(file.readlink()).startswith("/memfd:emucuda-device")]  # fmt: skip
     return sum({found.st_ino: found.st_blocks * 512 for found in files}.values())

@@ -128,7 +128,10 @@ def nvml() -> int:
 
 
 def asks(pid: int) -> dict[str, list[Any]]:
-    """Ask the driver three questions about another process; return [result, value] for each."""
+    """Call cuInit, and ask the driver for the state and the restore thread of another process.
+
+    Return for each question the result, followed by the value if the call has one.
+    """
     from cuda.bindings import driver
 
     answers = {

@@ -53,7 +53,7 @@ def notebook(pooled, workload, request):
 
 @pytest.fixture
 def neighbour(pooled, request):
-    """Return a notebook whose slice has no room beside that of another notebook."""
+    """Return the neighbour: a notebook that needs the same device at each of its calls."""
     return pooled.play(pooled.neighbour(request.session.testsfailed))
 
 

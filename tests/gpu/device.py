@@ -35,7 +35,8 @@ LEFT = 3.0
 #: call that hangs fails the test, so the test need not wait long.
 CALL = 20.0
 
-#: The seconds after which a test with many rounds ends. It notes how many rounds it has done.
+#: After this many seconds, a test with many rounds begins no further round, except that each test
+#: does a minimum of rounds. The test notes how many rounds it has done.
 SECONDS = float(os.environ.get("GPUPOOL_GPU_SECONDS", "40"))
 
 #: The driver allocates device memory in pages of this size.
@@ -151,9 +152,9 @@ class Bench:
     async def leave(self, other: Target, left: int) -> int:
         """Let another process allocate all but ``left`` bytes; return the bytes that are then free.
 
-        The process allocates in pieces, because one large piece may not fit. The driver needs some
-        memory to map the pieces. Nevertheless, at least ``left`` bytes stay free, and at most a few
-        more.
+        The process allocates in pieces, because one large piece may not fit. So a little more
+        than ``left`` may stay free. At least ``left`` stays free, although the driver itself needs
+        memory to map the last pieces.
         """
         near, piece = self.machine.bytes(256 * MiB), self.machine.bytes(16 << 30)
         left += self.machine.bytes(8 * MiB)

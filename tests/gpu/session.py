@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Pooled GPU kernels on the machine under test: a private broker, and notebooks that compute.
 
-The broker and the kernels are like those of the end-to-end tests (``tests/e2e/kit.py``), but they
-use the driver of the machine under test. The import of a framework takes seconds. So all kernels
+The broker and the kernels are those of the end-to-end tests (``tests/e2e/kit.py``), but they use
+the driver of the machine under test. The import of a framework takes seconds. So all kernels
 for the tests of a file start together, before the first test. A kernel has the name of its test.
 """
 
@@ -42,7 +42,8 @@ TAKEN = 64 * MiB
 #: uses more bytes.
 LEFT = 32 * MiB
 
-#: What a workload imports before its first use of CUDA; by default, the module of its name.
+#: What a workload imports before its first use of CUDA. (An import takes seconds.) By default, this
+#: is the module with the first word of the workload's name.
 _IMPORTS = {"cuda-core": "cuda.core", "triton": "torch, triton", "numba": "numba.cuda"}
 
 #: Variables that a framework reads at its import.
@@ -309,8 +310,9 @@ class Stage:
 def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> Iterator[Stage]:
     """Yield a broker for a file's tests; show its logs if one of them failed.
 
-    To save GPU time, the broker does not delay the preemption of a slice (``max_swap_overhead`` is
-    0). Other tests measure this delay.
+    GPU time is scarce, so the broker takes and grants slices without the optional delays: with
+    ``max_swap_overhead`` 0, a waiting kernel gets an idle slice at once. Other tests measure these
+    delays.
     """
     config = {"quiet_after": QUIET, "max_swap_overhead": 0, "host_memory": "90%", **config}
     folder = Path(tempfile.mkdtemp(prefix="gp"))  # a socket needs a short path

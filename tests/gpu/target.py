@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Starts a process that uses a GPU (``child.py``), sends it requests, and kills it at the end."""
+"""Starts a process that uses a GPU (``child.py``), sends it requests, and kills it at the end.
+
+The wait for an answer always has a time-out.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class Target:
         return self
 
     def ask(self, name: str, *arguments: Any) -> None:
-        """Send a request without a wait: a suspended process does not answer."""
+        """Send a request without a wait: a suspended process may not answer before its resume."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
 

@@ -37,8 +37,8 @@ async def test_many_suspends_lose_no_byte_and_leak_no_memory(machine, workload, 
             resumes: list[float] = []
             driver: list[float] = []
             left: list[int] = []
-            # For each cycle, the resident bytes of four processes: the suspended process, the same
-            # process after its resume, the worker, and the monitor.
+            # For each cycle, the resident bytes of the suspended process, of the same process after
+            # its resume, of the worker, and of the monitor.
             hosts: list[tuple[int, int, int, int]] = []
             deadline, done, warnings = time.monotonic() + SECONDS, 0, 0
             while done < wanted and (done < LEAST or time.monotonic() < deadline):

@@ -152,8 +152,8 @@ async def test_process_without_cuda_has_nothing_to_suspend(machine, note):
 async def test_process_that_only_uses_nvml_is_unharmed_by_a_suspend(machine, note):
     """Driver 580.159.04 suspends such a process as if it had called cuInit.
 
-    The emulated driver does not suspend it. In both cases, the service does not move the session of
-    such a process to other devices, so nothing is lost.
+    The emulated driver does not suspend it. The service does not move the session of such a process
+    to other devices. This is safe.
     """
     async with bench(machine) as found, target("cuda-core", machine.env, start=False) as process:
         seen = await process.do("nvml")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Without the guard, a process of each framework computes right after a suspend and a resume."""
+"""Each framework is suspended and resumed without the guard, and then continues to compute."""
 
 from __future__ import annotations
 

@@ -55,9 +55,10 @@ async def interrupted(notebook, code):
 def test_framework_works_after_its_first_call_was_interrupted(
     pooled, notebook, neighbour, workload, tmp_path, note
 ):
-    """The user interrupts the framework's first CUDA call, in its search for a device.
+    """The user interrupts the framework's first CUDA call, before the process has a context.
 
-    The next call must find the device. A framework may keep the result of the first search.
+    The next call must find the device, although a framework may keep the result of its first
+    search for a device.
     """
     size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
     begin = f"work = workloads.WORKLOADS[{workload!r}][0]()\nwork.put('mine', {size}, 1)"

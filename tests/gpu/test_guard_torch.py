@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Features of PyTorch continue after a neighbour has had the device in the middle of a test."""
+"""PyTorch features beyond arithmetic. In the middle of each test, a neighbour takes the device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(free, total, properties.total_memory)
 @workloads("torch")
 def test_torch_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbour, note):
     async def scenario():
-        # The guard tells PyTorch without a slice that one device exists.
+        # PyTorch finds one device. The notebook needs no slice for this answer.
         await notebook.cell(FREE)
         session = notebook.session
         assert (session["state"], session["granted_bytes"]) == ("detached", 0), session

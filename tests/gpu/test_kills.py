@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kills of a process, worker or monitor in the middle of a suspend or resume.
+"""SIGKILL of a process, worker or monitor in the middle of a suspend or resume.
 
 After a kill, the device data must be right or reported as lost, and no device memory may remain in
 use. The tests recognise the middle of an operation by a sign: bytes have moved between host memory
@@ -128,8 +128,8 @@ async def test_monitor_killed_during_a_suspend_is_started_again(machine, note):
 async def test_state_lost_by_a_killed_worker_is_reported(machine, op, note):
     """A killed worker loses no state, or the outcome reports the loss ("failed" or "hung").
 
-    According to reports, a suspend completes even if its caller dies. A resume then leaves the
-    process locked.
+    According to reports, a suspend completes even if its caller dies. But a resume whose caller
+    dies leaves the process locked.
     """
     async with bench(machine) as found:
         async with target("cuda-core", found.env) as process:

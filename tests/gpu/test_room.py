@@ -3,7 +3,8 @@
 """Resumes of a process after another process has taken the device's memory.
 
 According to reports, a driver loses a process permanently if it restores the process without enough
-free memory. So the service first checks the free memory. The last test leaves out this check.
+free memory. So the service first checks the free memory. The last test makes the driver try a
+restore without room.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ def test_runner_does_not_touch_processes_of_others(items):
 def test_hanging_file_is_ended_with_all_its_processes(items):
     """The runner also kills a child in a separate session, because it adopts orphans.
 
-    So that it does not adopt orphans of this test run, the runner is a separate process. Its
-    time-out is 15 s: even on a busy machine, the file starts its child in this time.
+    So that it does not adopt orphans of this test run, the runner is a separate process. The
+    time-out of the file is 15 s: even on a busy machine, the file starts its child in this time.
     """
     item = items("h", HANGS)
     program = (

@@ -356,8 +356,8 @@ class Jax:
         self._arrays[name] = self._step(self._arrays[name], np.uint32(step))
 
     def get(self, name: str) -> Any:
-        # A JAX array caches its bytes on the host when it is read. A step makes a new array, so the
-        # read below copies from the device.
+        # A JAX array caches its bytes on the host when it is read. A step makes a new array in the
+        # same memory. The new array has no cached bytes, so the read below copies from the device.
         self.work(name, 0)
         return np.asarray(self._arrays[name])
 

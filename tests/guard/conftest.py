@@ -339,7 +339,7 @@ def compile_c(target, *sources, flags=()):
 
 @pytest.fixture(scope="session")
 def guard_dir(tmp_path_factory):
-    """Compile the guard and the emulated driver if needed; return a folder with the guard."""
+    """Compile guard and emulated driver if needed; return a folder of links to the guard."""
     emulator_build.compile()
     guard_build.compile()
     folder = tmp_path_factory.mktemp("guard")
@@ -384,7 +384,7 @@ def until():
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """Return a function that compiles a C file of this folder and returns the program's path.
+    """Return a function that compiles a C file of this folder and returns the result's path.
 
     The function compiles a file only once for the same flags.
     """

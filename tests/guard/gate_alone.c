@@ -223,8 +223,8 @@ int main(int argc, char **argv)
     page.gate = GATE_UNUSED;
     CHECK(guard_enter_free() == 0 && page.gate == GATE_UNUSED && counted() == 1);
     guard_leave();
-    /* Pretend that another thread must still set its context in the driver. No call is noted yet,
-     * so this thread must not run later_do(). */
+    /* Pretend that another thread, which sleeps, must still set its context in the driver. No call
+     * is noted yet, so this thread must not run later_do(). */
     page.gate = GATE_OPEN;
     gate_arrears(ARREARS_CONTEXTS, true);
     made = steps = 0;

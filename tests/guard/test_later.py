@@ -194,9 +194,9 @@ good(C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, s, args, None))
 
 
 def test_query_waits_for_the_end_of_a_suspend(session, child, suspender):
-    """A query waits until the suspend is complete.
+    """A query waits until the suspend is complete or has failed.
 
-    Then the driver has finished all work, so the guard knows the answer.
+    After a complete suspend, the driver has finished all work, so the guard knows the answer.
     """
     session.page.set_gate(pages.CLOSED)
     child.send("_ = C.cuStreamQuery(None)")
@@ -213,7 +213,7 @@ def test_query_waits_for_the_end_of_a_suspend(session, child, suspender):
 
 
 def test_query_during_a_long_suspend_answers_not_ready(session, child):
-    """The caller keeps the interpreter's lock, so the query must return before others can run."""
+    """The caller keeps the interpreter's lock. Other threads run only after the query's return."""
     child.do("""
 ticks, stop = 0, False
 def tick():
@@ -247,7 +247,7 @@ thread = threading.Thread(target=tick); thread.start()
 def test_destructor_that_holds_locks_continues(session, child, suspender, until, call):
     """A framework holds its mutex and the interpreter's lock when it frees memory.
 
-    Another thread needs both locks, so the free must not wait.
+    Another thread needs both locks, so the call must not wait.
     """
     child.do("p = U(alloc(4 << 20)); e = handle(C.cuEventCreate, 0)")
     suspender.suspend([child.pid], until)
@@ -382,7 +382,10 @@ _ = a, current()
 
 
 def test_primary_context_is_known_while_suspended(session, child, suspender, until):
-    """PyTorch's destructors read the primary context's state, also during a suspend."""
+    """PyTorch reads the primary context's state in destructors, and after an interrupted wait.
+
+    If this query waited too, the user would have to interrupt again.
+    """
     child.do("""
 flags, active = ctypes.c_uint(), ctypes.c_int()
 def state(device):

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """NVIDIA's own clients, unchanged, on the emulated driver under the guard.
 
-These tests use numba-cuda's device arrays, streams and events. They use none of its kernels,
-because the emulated driver refuses the machine code that numba-cuda compiles. cuda-core runs the
-kernels that the emulated driver knows.
+These tests use numba-cuda's device arrays, streams and events. They use none of its kernels:
+numba-cuda compiles kernels with NVRTC or NVVM to machine code for a GPU, and the emulated driver
+refuses such code. cuda-core runs the kernels that the emulated driver knows.
 """
 
 import os

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The NVML facade: it shows the slice's memory as the device's, and passes on all other calls."""
+"""The NVML facade: the session's devices show the slice's memory. No other answer changes."""
 
 import ast
 import json
@@ -167,7 +167,7 @@ def test_facade_opens_the_driver_that_the_user_names(session):
 
 
 def test_facade_does_not_find_itself(session, tmp_path):
-    """When the facade searches for the driver, it skips its own file and copies of this file."""
+    """The search for the driver skips the facade's own file, under any name, and its copies."""
     folder = tmp_path / "copies"
     folder.mkdir()
     (folder / "libnvidia-ml.so.1").write_bytes(

@@ -144,7 +144,7 @@ def test_session_without_a_context_answers_without_a_slice(session):
 
 
 def test_process_without_cuda_waits_if_its_session_is_suspended(session):
-    """A suspend includes every process that has opened the device, even only through NVML."""
+    """A suspend includes each process of the session that has opened the device, even by NVML."""
     nvml_only, other = session.child(), with_context(session)
     assert nvml_only.do(NVML + "n.nvmlInit();" + COUNT) == 2
     assert [slot.pid for slot in session.slots()] == [other.pid]
@@ -228,7 +228,7 @@ def test_interrupt_ends_the_wait(session):
     # interpreter raises KeyboardInterrupt.
     child.send("results.extend(map(L.nvmlDeviceGetCount_v2, [c]))")
     session.broker.asked(1)
-    session.broker.stop()  # with a running broker, an interrupt would not end the wait
+    session.broker.stop()  # an interrupt also ends a wait for a new broker
     os.kill(child.pid, signal.SIGINT)
     assert child.reply()[:2] == ("raised", "KeyboardInterrupt")
     assert child.do("_ = results") == [27]  # NVML_ERROR_NOT_READY

@@ -139,7 +139,7 @@ def test_cugetprocaddress_before_cuda_12_has_four_arguments(odd):
 def test_guard_returns_the_call_that_the_driver_gives_for_a_name(odd):
     """The driver may have several forms of a call with one name.
 
-    The guard recognises a form by the address that the driver returns.
+    The guard recognises a form by the address that the driver returns, not only by the name.
     """
     flags = odd.do("C.cuInit(0); _ = get('cuGraphInstantiate', 14000)[1]")
     assert flags == odd.do("_ = at('cuGraphInstantiateWithFlags')")

@@ -10,8 +10,8 @@ from jupyter_gpupool.guard import build
 from tests.emulated import build as emulator_build
 
 MIB = 1 << 20
-#: Size of a context. Each request is much larger, so bytes that the guard loses are not mistaken
-#: for a context.
+#: Size of a context. Most requests have another size, so bytes that the guard loses rarely look
+#: like a context.
 CONTEXT = 2 * MIB
 #: The limit of the session. The largest request exceeds it, so the guard refuses some requests even
 #: if only one thread allocates.

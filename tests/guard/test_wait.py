@@ -287,7 +287,7 @@ def test_thread_unknown_to_the_interpreter_can_wait(session, waiting, compiled):
 def test_suspended_kernel_shuts_down_without_a_lease(session, waiting):
     """When the interpreter ends, the CUDA calls of destructors fail at once.
 
-    The end of the process frees all memory.
+    They need not wait for a lease, because the end of the process frees all memory.
     """
     waiting.do("""
 class Tensor:

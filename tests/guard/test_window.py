@@ -125,7 +125,7 @@ ways = {
 
 
 def test_launch_does_not_wait_while_a_graph_is_recorded(session, child):
-    """A launch does not wait while its stream records a graph.
+    """A launch does not wait while any stream records a graph.
 
     A synchronise would end the recording with an error (nvshare#22).
     """
@@ -172,7 +172,7 @@ t.join()
 def test_other_threads_of_the_interpreter_run_during_a_wait(session, child):
     """During a wait, the guard releases the caller's interpreter lock.
 
-    A host function on the device may need this lock.
+    A host function in the stream may need this lock.
     """
     session.page.set_contended(True)
     ticks = child.do("""
