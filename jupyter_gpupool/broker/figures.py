@@ -100,7 +100,7 @@ class Figures:
         self.migrations = self._counter(
             "device_migrations", "Kernels brought back to this device from another one", "device"
         )
-        self.preemptions = self._counter("pool_preemptions", "Slices taken for a waiting kernel")
+        self.preemptions = self._counter("pool_preemptions", "Slices that the pool decided to take")
         self.refusals = self._counter(
             "pool_refusals", "Refused requests, attaches and suspends", "what", "code"
         )

@@ -192,7 +192,7 @@ class Reload:
     async def _warn_of_names(self) -> None:
         """Log the users and Unix groups that the configuration names but that do not exist.
 
-        The broker only logs them, because a removed account must not stop the pool for everybody.
+        The broker logs these names and goes on: an account that was removed must not stop the pool.
         """
         timetable = self._configuration.timetable
         for fault in await nss.ask(lambda: unknown_names(timetable.base)):

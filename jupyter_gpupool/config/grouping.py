@@ -27,10 +27,10 @@ _DEVICES = re.compile(r"([0-9]*\.?[0-9]+)\s*(?:devices?|gpus?)", re.IGNORECASE)
 class Members:
     """Who is in a group: named users, members of Unix groups and Hub groups, or everybody.
 
-    A user may be in several groups. First come the groups that name the user, second those with a
-    Unix group or a Hub group of the user, third those for everybody. Inside each of these three
-    ranks, the groups are sorted by ``order``, the lowest first. Groups with the same ``order`` stay
-    in the order in which the configuration lists them.
+    A user may be in several groups. They have three ranks: groups that name the user come first,
+    then groups with a Unix group or a Hub group of the user, then groups for all users. Inside a
+    rank, the group with the lowest ``order`` comes first. Groups with the same ``order`` stay in
+    the order in which the configuration lists them.
     """
 
     users: tuple[str, ...] = ()

@@ -85,9 +85,8 @@ class Room:
         """Return how many bytes sessions behind the head of the queue can take on this device.
 
         The head wants ``wanted`` bytes here, and waits until leases on this device end. The result
-        is the number of bytes that other sessions can take without a delay of the head. It is
-        correct for every order in which the leases may end, so the pool need not know when they
-        end.
+        is the number of bytes that other sessions can take without a delay of the head. The leases
+        may end in any order: the pool need not know when they end.
 
         Call a lease small if it has fewer bytes than the head still lacks. If all small leases
         together free fewer bytes than the head lacks, the head must wait for at least one large

@@ -235,7 +235,7 @@ class Trial:
         return covered(self.asker, tiers, self.draft.going, self.draft.shares)
 
     def place(self, needs: Sequence[Need], *, more: bool = True) -> bool:
-        """Choose a device for every need, and set :attr:`takes`; return whether this works.
+        """Choose a device for each need, and set :attr:`takes`; return whether there is a choice.
 
         If ``more`` is true, the method may add victims. It compares the ``WIDTH`` suitable devices
         that can give the most bytes. The best device is the one whose victims have the lowest tier;

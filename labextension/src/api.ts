@@ -90,8 +90,8 @@ export interface IAnySession {
    */
   readonly queued_at?: number | null;
   /**
-   * The owner's name. Admins get the name for every session. Other users get it for
-   * their own sessions, and the word `other` for all others.
+   * The owner's name. Admins see the names of all owners. Other users see their own
+   * name, and the word `other` for the sessions of other owners.
    */
   readonly owner?: string;
   readonly label?: string;

@@ -69,8 +69,9 @@ export function pause(failures: number, random: number): number {
 /**
  * Keeps the websocket open while `wanted` is true and the page is visible.
  *
- * While the page is hidden, the websocket is closed, and a request is sent every
- * `HIDDEN_INTERVAL` milliseconds. While `wanted` is false, nothing is sent.
+ * When the page has been hidden for `HIDDEN_AFTER` milliseconds, the websocket closes.
+ * From then on, a request is sent every `HIDDEN_INTERVAL` milliseconds, until the page
+ * is visible again. While `wanted` is false, nothing is sent.
  */
 export class EventStream implements IDisposable {
   constructor(

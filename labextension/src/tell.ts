@@ -61,7 +61,7 @@ export function nextStep(trans: TranslationBundle, code: string, next: string): 
 }
 
 /**
- * The text for a refused request: the server's message, and what the user can do next.
+ * The text for a failed request: the server's message, and what the user can do next.
  */
 export function refusal(trans: TranslationBundle, error: unknown): string {
   if (error instanceof PoolError) {
@@ -83,8 +83,8 @@ const outages = new Set<string>();
 type Options = Parameters<typeof Notification.error>[1];
 
 /**
- * Show a notification. If the screen still shows one of the same cause, replace its
- * text.
+ * Show a notification. If JupyterLab still has a notification of the same cause, change
+ * that notification, so that each cause has only one.
  */
 function toast(
   cause: string,

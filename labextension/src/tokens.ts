@@ -61,7 +61,8 @@ export interface IPoolModel extends IDisposable {
   readonly view: IPool | null;
   readonly broker: IBroker;
   /**
-   * Whether a Pooled GPU kernel runs on this server. If one runs, `view` is up to date.
+   * Whether a Pooled GPU kernel runs on this server. If one runs and the broker
+   * answers, the model keeps `view` up to date.
    */
   readonly live: boolean;
   /**

@@ -28,7 +28,10 @@ function tenths(amount: number): string {
   return amount.toFixed(1).replace(/\.0$/, '');
 }
 
-/** Write `6 of 8 GiB`. If the two sizes have different units, write both units. */
+/**
+ * Write `6 of 8 GiB`. If the two sizes have different units and `used` is not 0, write
+ * both units: `512 MiB of 8 GiB`.
+ */
 export function part(trans: TranslationBundle, used: number, whole: number): string {
   const one = bytes(used).split(' ');
   const other = bytes(whole).split(' ');
@@ -156,8 +159,8 @@ export function about(trans: TranslationBundle, seconds: number): string {
 }
 
 /**
- * The page shows a range of time between two of these numbers of seconds, because no
- * estimate is more exact.
+ * The page shows a range of time from one of these numbers of seconds to another, or to
+ * a whole number of days, because no estimate is more exact.
  */
 const STEPS = [
   0, 5, 10, 15, 20, 30, 40, 60, 90, 120, 180, 300, 600, 900, 1200, 1800, 2700, 3600,
@@ -214,8 +217,8 @@ export function waited(trans: TranslationBundle, seconds: number): string {
 }
 
 /**
- * Write the time of a wait: `20 to 60 s left`, or without an estimate `waiting for 40
- * s, no estimate yet`, or in the first second `no estimate yet`.
+ * Write the time of a wait: `20 to 60 s left`. Without an estimate, write
+ * `waiting for 40 s, no estimate yet`, or in the first second `no estimate yet`.
  */
 export function waitTime(
   trans: TranslationBundle,

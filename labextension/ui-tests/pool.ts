@@ -71,7 +71,7 @@ export const STAYS_BUSY = { quiet_after: 10 };
 
 /**
  * Start a neighbour, which gets a slice of `gib` GiB and computes until the command
- * `rests`.
+ * `rests`. With `hold: false`, the neighbour gets no slice before the command `asks`.
  */
 export function neighbour(
   name: string,

@@ -58,7 +58,8 @@ if os.environ.get("GPUPOOL_UI_TURNS") == "no":  # the pictures take longer than 
 #: user, so without root it is None.
 NEIGHBOUR = 21001 if os.geteuid() == 0 else None
 
-#: The user id of a visitor: a user who has a server and is not an admin of the pool.
+#: The user id of a visitor: a third user, who has a server and is not an admin of the pool. Without
+#: root it is None, too.
 VISITOR = 21002 if os.geteuid() == 0 else None
 
 _LIBC = ctypes.CDLL(None)
@@ -176,7 +177,10 @@ def _as(user):
 
 
 class Stage:
-    """Runs the tests' commands: ``do_NAME`` gets the fields of command NAME, and returns JSON."""
+    """Runs the tests' commands.
+
+    ``do_NAME`` gets the fields of command NAME, and returns values that JSON can contain.
+    """
 
     def __init__(self):
         self.folder = brokers.short_folder()
@@ -405,7 +409,8 @@ class Stage:
 def kill_descendants():
     """Kill all remaining processes.
 
-    ``main`` makes this process a subreaper: it becomes the parent of its orphaned descendants.
+    ``main`` makes this process a subreaper: it becomes the parent of its orphaned descendants. So
+    these are among our children, too.
     """
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:

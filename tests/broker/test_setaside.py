@@ -94,7 +94,6 @@ def test_next_broker_restores_what_a_pause_suspended(driver, kernel):
 def test_incomplete_pause_survives_a_killed_broker(driver, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
-    driver.faults.clear()  # without faults, the driver can suspend a process after cuInit alone
     with_files = kernel(memory=BIG, launch=False)
     env = {**environment(driver.folder), **without_guard({**os.environ, **with_files.env})}
     with subprocess.Popen(

@@ -97,7 +97,7 @@ def test_new_ledgers_count_the_use_of_a_gone_node_once(world):
 
 
 def test_a_new_ledger_counts_the_use_of_both_gone_nodes(world):
-    """When n0 leaves, the new ledger does not know the use of n1 yet."""
+    """A new ledger does not know the use of n1 when n0 leaves. It learns this use only later."""
     for name in ("n0", "n1"):
         world.settle(1)
         world.nodes[name].consume(5, world.clock(world.nodes[name]))
@@ -123,7 +123,7 @@ def test_a_new_ledger_counts_the_use_of_both_gone_nodes(world):
 
 
 def test_a_node_that_left_uses_no_more_of_its_part(world):
-    """After n0 has left, its admin lets a user without a limit of slices have a slice there."""
+    """After n0 has left, its admin puts a GPU back. A user without a limit of slices takes it."""
     for name in ("n0", "n1", "n2"):
         world.use_bucket(name, 1)
         world.settle(1)

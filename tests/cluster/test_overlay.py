@@ -95,7 +95,7 @@ def test_a_budget_counts_for_the_day_on_which_its_window_began():
     assert [*budgets_of(DAILY, Owner("ada"), NOON)] == [ADA]
     later = budgets_of(DAILY, Owner("bob", "bio"), NOON + DAY / 2)
     assert [key.window for key in later] == ["2026-11-24", "2026-11-23"]
-    # The window of a budget that refills has no start: it is -inf.
+    # A budget that refills counts GPU-seconds of any age. So the start of its window is -inf.
     assert windows(DAILY, NOON) == (-math.inf, NOON + DAY / 4)
     lab = PoolSettings(groups=DAILY.groups)
     assert windows(lab, NOON) == (NOON - 3 * DAY / 4, NOON + DAY / 4)

@@ -184,7 +184,8 @@ def test_raylet_and_agent_of_a_killed_node_end(cluster):
     wait_until(lambda: states(cluster) == {"present"}, "the machine to be back")
 
 
-#: The raylet stops for this many seconds: ten times as long as Ray waits for a silent machine.
+#: The raylet stops for this many seconds. Ray declares a silent machine dead in a tenth of this
+#: time.
 PAUSE = 60.0
 
 

@@ -71,8 +71,8 @@ def test_a_kernel_starts_on_the_other_machine_as_its_user(cluster, user):
         assert cluster.brokers["m0"].status()["sessions"] == []
         # %gpu asks the broker of the kernel's own machine.
         assert "200 MiB" in kernel.run("%gpu 200MiB\n%gpu")
-        # A signal must reach the kernel. So the broker must not start the kernel with blocked or
-        # ignored signals.
+        # A signal must reach the kernel. So the kernel must not inherit the signals that the broker
+        # blocks or ignores.
         message = client.execute("import time; print('on', flush=True); time.sleep(600)")
         while client.get_iopub_msg(timeout=60)["msg_type"] != "stream":
             pass

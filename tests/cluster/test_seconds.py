@@ -16,7 +16,7 @@ FEW, MANY = 6, 36_000
 
 @pytest.fixture
 def cluster():
-    """Return a function that starts a cluster with this budget of GPU-seconds for each user."""
+    """Return a function that starts a cluster with a daily budget of GPU-seconds for each user."""
     made = []
 
     def start(seconds, rule="window"):
@@ -52,7 +52,7 @@ def used(cluster):
 
 
 def lent(cluster):
-    """Return how many of today's GPU-seconds the ledger has lent to each machine."""
+    """Return how many of today's GPU-seconds the ledger counts for each machine."""
     rows = {n["name"]: [r for r in n["counted"] if r[2] == "gpu-seconds"]
             for n in cluster.order()["nodes"]}  # fmt: skip
     return {name: max((row[-1] for row in found), default=0) for name, found in rows.items()}
@@ -142,7 +142,7 @@ def test_usage_on_other_machines_counts_for_fair_shares(cluster):
 
 
 def refills(cluster):
-    """Return each machine's part of the refill, in GPU-seconds a day, from the ledger."""
+    """Return how much of the refill, in GPU-seconds a day, the ledger counts for each machine."""
     rows = {n["name"]: [r[-1] for r in n["counted"] if r[2] == "refill"]
             for n in cluster.order()["nodes"]}  # fmt: skip
     return {name: sum(found) for name, found in rows.items()}

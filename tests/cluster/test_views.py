@@ -57,7 +57,7 @@ def test_a_report_still_has_its_summary_after_encoding():
 
 
 def views(*texts):
-    """Give the reports to a ledger of m0 and m1; return each answer with a view, and its node."""
+    """Give the reports to a ledger of m0 and m1; return each view that it posts, with the node."""
     posted = []
 
     async def run():

@@ -74,7 +74,7 @@ class Node:
     budgets: Budgets = None
     granted: int = 0
     journal: str = "j"
-    #: The GPU-seconds of the day that this node has used, but whose count a lost journal had.
+    #: The GPU-seconds of the day that this node has used, but that only lost journals had counted.
     forgotten: int = 0
 
     def __post_init__(self):
@@ -127,7 +127,7 @@ class Node:
         self.budgets.use(uses, waits, is_empty=not self.running and not self.others)
 
     def serve(self, now):
-        """Serve waiting sessions in order, if the budgets allow it; return the served sessions."""
+        """Serve the sessions that the budgets allow, the longest wait first; return them."""
         found = []
         for session in [*self.waiting]:
             used = self.used()
@@ -315,7 +315,10 @@ class World:
         node.waiting.clear()
 
     def churn(self, random, steps):
-        """Do ``steps`` random steps with slices and messages. Lose and repeat some messages."""
+        """Do ``steps`` random steps with slices and messages, and audit after each step.
+
+        Some messages are lost, some arrive again, and some arrive late.
+        """
         if random.random() < 0.6:
             self.settle(2)
         for _ in range(steps):
@@ -366,6 +369,6 @@ class World:
             assert used <= limit["memory"] + over, (kind, name, used)
         assert seconds <= 20 + lost, seconds
         assert self.level <= 12 + self.forgotten + 1e-6, self.level
-        # A guarantee does not limit slices. So check the parts of it that the nodes may claim.
+        # A guarantee does not limit slices. So add up the parts of it that the nodes may claim.
         claims = [n.budgets.most(GUARANTEE, self.clock(n)) for n in self.nodes.values() if n.alive]
         assert sum(claims) <= 6 + self.claims_of_fenced, claims

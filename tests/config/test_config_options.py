@@ -142,7 +142,7 @@ def test_half_life_of_fair_share_is_read_in_seconds():
 
 def test_default_limit_is_the_whole_device_for_any_memory():
     assert settings(default_memory="8GiB").pool.default_limit is None
-    # The pool, not this setting, cuts the whole device to the size that a kernel may request.
+    # The pool reduces the default limit to the largest size that a kernel may request.
     assert settings(max_memory_per_kernel="8GiB").pool.default_limit is None
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Attacks by a hostile container. This program runs in the container, without other packages.
+"""Attacks by a hostile container. This program runs inside it, with the standard library only.
 
 Run ``python attacks.py KIND...``, with ``attack.py`` of the benchmarks in the same folder. Each
 kind of attack runs in its own process. The program prints "ready". It then reads a line of JSON:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Containers made only with namespaces and mounts, and the machine's broker outside them.
+"""Containers made without a container runtime, and the machine's broker outside them.
 
 Each container has its own process numbers, mounts, network, control groups, 64 KiB of shared
 memory and root file system. The file system has Python and ipykernel, but no jupyter_gpupool. The

@@ -45,7 +45,7 @@ async def create_subprocess_exec(*command, **options):
 class Forked:
     """A forked process.
 
-    The class has the methods of :class:`asyncio.subprocess.Process` that the service uses.
+    The class has the part of :class:`asyncio.subprocess.Process` that the service uses.
     """
 
     def __init__(self, process):

@@ -185,7 +185,7 @@ async def test_second_suspend_counts_memory_the_resume_added(emulated):
 
 
 async def test_sample_waits_while_nvml_waits_for_a_copy(emulated):
-    """nvml-waits: a sample exceeds its time-out, but the service replaces no process."""
+    """nvml-waits: a sample exceeds its time-out. No device is lost, and no process is replaced."""
     machine = emulated(TWO)
     async with (
         machine.started(sample_timeout=1.0) as (service, devices),
@@ -556,7 +556,10 @@ async def test_state_survives_a_device_that_fails_in_a_resume(emulated):
 
 
 async def test_state_is_known_if_a_device_fails_as_a_suspend_ends(emulated):
-    """device-lost: the device fails when the copy has ended, so host memory has the state."""
+    """device-lost: the device fails between the copy and the check for freed memory.
+
+    Host memory has the state.
+    """
     machine = emulated(TWO)
     async with machine.started() as (service, devices), machine.target() as target:
         first, second = (d.uuid for d in devices)
@@ -654,7 +657,10 @@ async def test_lock_error_at_the_time_out_means_work_did_not_drain(emulated, cod
 
 @pytest.mark.parametrize("enough", [True, False])
 async def test_process_that_only_called_cuinit_is_suspended(emulated, enough):
-    """init-not-enough: the driver cannot suspend a process that has only called cuInit."""
+    """init-not-enough: the driver cannot suspend a process that has only called cuInit.
+
+    With and without this quirk, the process has no state.
+    """
     machine = emulated(ONE)
     if not enough:
         machine.faults.set("init-not-enough")

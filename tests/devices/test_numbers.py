@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVML may list pids of another PID namespace. The service must not take them for its own."""
+"""NVML may list pids of another PID namespace. The service must not take them for local pids."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_self_test_shows_which_namespace_nvml_lists(emulated):
     async with other.started() as (service, devices):
         assert service.numbers is False
         assert all(device.can_suspend for device in devices), devices
-        # NVML's pids match no local process, so the service computes the cost of a context from the
+        # NVML's pids are not local pids, so the service computes the cost of a context from the
         # device's free memory.
         assert [service.context_bytes(device.uuid) for device in devices] == [16 * MiB] * 2
 

@@ -95,7 +95,8 @@ async def test_full_device_is_untested_and_trusted_to_suspend(emulated):
             assert (full.tier, full.can_suspend, full.can_migrate) == ("unguarded", True, False)
             assert "too little free memory for the self-test" in full.tier_reason
             assert (free.can_suspend, free.can_migrate) == (True, False)
-            # The test of ``free`` does not even try to move its program to the full device.
+            # The test of ``free`` finds no room on the full device, so it does not try to move its
+            # program there.
             other = f"Another GPU had too little free memory for the self-test: Device {full.uuid}"
             assert other in free.tier_reason
             outcome = await service.suspend(target.root, [full.uuid], session=SESSION)

@@ -109,9 +109,9 @@ def get(library: Any, name: Any, version: int, flags: int = 0, form: str = "v2")
 def older_form(path: str, names: list[str]) -> list[str]:
     """Return each "NAME VERSION FLAGS" for which cuGetProcAddress does not answer as expected.
 
-    cuGetProcAddress is the older form and has four arguments. Where cuGetProcAddress_v2 returns an
-    address, the older form must return the same result and address. Where cuGetProcAddress_v2
-    returns no address, the older form must return 500 and write no address.
+    cuGetProcAddress is the older form and has four arguments. Where cuGetProcAddress_v2 writes a
+    null address, the older form must return 500 and write no address. Otherwise the older form must
+    return the same result and write the same address, or none if cuGetProcAddress_v2 writes none.
     """
     library = ctypes.CDLL(path)
     out, found = ctypes.c_void_p(), []

@@ -41,7 +41,10 @@ def _calls(*sequence: tuple[Any, ...]) -> Question:
 
 
 def _table(*, null: bool) -> Question:
-    """Return a question: request a table of private functions with a UUID that no table has."""
+    """Return a question: request a table of private functions with the UUID zero.
+
+    No table has this UUID.
+    """
 
     def question(library: Any) -> Any:
         if null:

@@ -85,7 +85,6 @@ def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
     suspends = sum(s["suspends"] for s in sessions)
     moves = sum(s["migrations"] for s in sessions)
     print(f"seed {seed}: rounds {rounds}, {suspends} suspends, {moves} migrations, {seen}")
-    assert min(rounds) >= 2, f"a notebook made no progress: {rounds}"
     assert seen["compared"] > 0, "no NVML sample could be compared with what was granted"
     # Only four of the eight kernels fit: without suspends, this test would have checked nothing.
     assert suspends >= KERNELS, f"only {suspends} suspends"

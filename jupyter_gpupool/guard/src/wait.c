@@ -42,10 +42,10 @@ static bool find_python(struct python *py)
     return py->current && py->of_thread && py->save && py->restore;
 }
 
-/* Two simpler tests are not enough. PyGILState_Check() returns true for every thread once the
- * process has had a second interpreter. Up to Python 3.11, the current state may be another
- * thread's. So this thread has the lock for certain only if the current state is not NULL and is
- * this thread's. If this test fails although the thread has the lock, the thread keeps the lock,
+/* This thread has the lock for certain only if the current state is not NULL and belongs to this
+ * thread. Two simpler tests are not enough. After a second interpreter has run in the process,
+ * PyGILState_Check() is true in all threads. Up to Python 3.11, the current state may belong to
+ * another thread. If this test fails although the thread has the lock, the thread keeps the lock,
  * and the interpreter's other threads also wait. */
 void *interpreter_release(void)
 {

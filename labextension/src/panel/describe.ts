@@ -118,8 +118,8 @@ export function sizeText(trans: TranslationBundle, slice: ISlice): string {
 }
 
 /**
- * Another user's session: `fit.ipynb (bob)` for an admin, and `Another user (batch)`
- * with the priority class for everybody else.
+ * Return the text for another user's session. An admin sees `fit.ipynb (bob)`. Other
+ * users see `Another user (batch)`, which names only the priority class.
  */
 export function somebody(trans: TranslationBundle, session: IAnySession): string {
   const { owner, label, priority } = session;

@@ -26,7 +26,7 @@ interface IProps {
   readonly room: number;
   /**
    * The kernel's state as a text. When this text changes, the answer to an earlier
-   * request is removed.
+   * request is removed as soon as the user has had time to read it.
    */
   readonly state: string;
   /** Whether the pool can be reached. */

@@ -2,8 +2,8 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * A dialog beside its button. It keeps the focus inside, and Escape or a click outside
- * closes it.
+ * A dialog beside its button. The dialog stays inside the window and keeps the focus.
+ * Escape or a click outside closes the dialog.
  */
 import { ReactWidget } from '@jupyterlab/ui-components';
 import type { Message } from '@lumino/messaging';
@@ -160,8 +160,8 @@ export class Popover extends ReactWidget {
   }
 
   /**
-   * When the user presses Tab, keep the focus inside the dialog. The dialog is the
-   * document's last element, so the focus would leave the page.
+   * When the user presses Tab, keep the focus inside the dialog. Otherwise the focus
+   * would leave the page, because the dialog is the document's last element.
    */
   private _cycle(event: KeyboardEvent): void {
     const all = [...this.node.querySelectorAll<HTMLElement>(FOCUSABLE)];

@@ -112,8 +112,8 @@ export class KernelWatch implements IDisposable {
 }
 
 /**
- * Whether two situations look the same. Most changes of the pool concern other kernels,
- * so nothing needs to be drawn.
+ * Whether two situations look the same. Most changes of the pool concern other kernels:
+ * after such a change, nothing needs to be drawn.
  */
 function alike(one: ISituation | null, other: ISituation | null): boolean {
   if (one === null || other === null) {

@@ -130,8 +130,9 @@ export function WaitActions(props: IProps): React.JSX.Element {
 }
 
 /**
- * Return the user's other sessions whose slices the waiting kernel could use. Each
- * session comes with the bytes of its slices, and the largest comes first.
+ * Return the user's other sessions whose slices the waiting kernel could use, at most
+ * `MOST_NAMED`. Each session comes with the bytes of these slices, and the largest
+ * comes first.
  */
 function own(model: IPoolModel, plan: IExplanation | null): [number, ISession][] {
   const held = new Map<string, number>();

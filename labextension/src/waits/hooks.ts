@@ -22,8 +22,9 @@ export interface IPlan {
 }
 
 /**
- * Fetches the plan. Fetches it again when `queueLength` changes, because other kernels
- * may need the slice now.
+ * Fetches the plan, and fetches it again every `AGAIN` milliseconds and when the
+ * session changes. Also fetches it again when `queueLength` changes, because other
+ * kernels may need the slice now.
  */
 export function usePlan(
   trans: TranslationBundle,

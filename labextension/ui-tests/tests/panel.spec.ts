@@ -385,8 +385,8 @@ test('the panel shows 64 devices in 300 pixels', async ({ lab }) => {
   await page.keyboard.press('Enter');
   await expect(cells.last()).toHaveAttribute('aria-expanded', 'true');
   await expect(panel.getByRole('img', { name: / in slices, / })).toHaveCount(1);
-  // "Last hour" shows graphs for all devices together. A button adds the graphs of each
-  // device.
+  // "Last hour" shows graphs for all devices together. A button shows the graphs of
+  // each device instead.
   const hour = panel.getByRole('region', { name: 'Last hour' });
   await expect(hour.getByRole('img')).toHaveCount(3);
   await hour.getByRole('button', { name: 'Each GPU' }).click();
