@@ -305,8 +305,8 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
         known = startfailures.note_death(path, known, record)
         if startfailures.too_often(known):
             message = (
-                f"The broker ended {startfailures.MOST_DEATHS} times in a row before it served a "
-                "kernel."
+                f"{startfailures.MOST_DEATHS} brokers in a row crashed, or ended before they "
+                "served a kernel."
             )
             if record.crashed:
                 message += f" The last error was: {record.crashed}"

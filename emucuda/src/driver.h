@@ -96,6 +96,7 @@ struct stream {
     uint64_t id;
     uint64_t tail; /* time at which all submitted work is done, in ns of CLOCK_MONOTONIC */
     bool destroyed;
+    const void *thread; /* of a per-thread stream: an address that only this thread has */
     struct capture *capture; /* NULL: the stream runs work instead of recording it */
     struct stream *next;
 };

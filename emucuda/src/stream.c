@@ -21,16 +21,19 @@ struct stream *stream_new(struct context *context, unsigned flags, int priority)
     return s;
 }
 
-/* Returns the thread's per-thread stream in the context. The first use creates the stream. So does
- * the next use after the thread has used such a stream of another context. A stream exists until
- * the process ends. */
+/* Returns the thread's per-thread stream in the context. The first use creates the stream. A stream
+ * exists as long as its context. A new thread may get the stream of a thread that has ended. */
 static struct stream *per_thread(struct context *context)
 {
-    static __thread struct stream *cache;
-    if (cache && cache->context == context && !cache->destroyed)
-        return cache;
-    cache = stream_new(context, 0, 0);
-    return cache;
+    static __thread struct stream *last;
+    if (last && last->context == context && !last->destroyed)
+        return last;
+    struct stream *s = driver.streams;
+    while (s && (s->thread != &last || s->context != context || s->destroyed))
+        s = s->next;
+    if (!s && (s = stream_new(context, 0, 0)))
+        s->thread = &last;
+    return last = s;
 }
 
 static bool stream_known(const struct stream *stream)

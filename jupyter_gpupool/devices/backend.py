@@ -294,11 +294,13 @@ class GuardedDevices(Devices, Protocol):
         session: str,
         need: Mapping[str, int],
         restoring: Callable[[], None],
+        on_kept: Callable[[str], None] = _nothing,
     ) -> ResumeOutcome:
         """Suspend one process on its devices ``origin[i]``, and resume it on ``devices[i]``.
 
         The method calls ``restoring`` after the suspend and before the resume. If the driver
-        refuses, the process continues to run on its old devices.
+        refuses, the process continues to run on its old devices. If it cannot continue at first,
+        the operation retries until it can, and calls ``on_kept`` once with the reason.
         """
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:

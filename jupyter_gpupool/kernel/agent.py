@@ -88,6 +88,10 @@ class Agent:
             self.gate.guard.close()
         for kind in ("line", "cell"):
             self.shell.magics_manager.magics[kind].pop("gpu", None)
+        # IPython has no function that removes a hook. It stores each hook as a method of the shell.
+        for name in _COMPLETED:
+            chain = self.shell.strdispatchers["complete_command"].strs[name].chain
+            chain[:] = [entry for entry in chain if entry[1].__func__ != self._complete]
 
     def _say_no_session(self, *_: object) -> None:
         """Print why this kernel has no GPU, under its first cell; called by IPython."""

@@ -16,7 +16,7 @@ from ..units import format_bytes, format_seconds
 from . import events as ev
 from .draft import Draft
 from .facts import Facts, charge_of
-from .model import Refusal, Request, Slice
+from .model import Reason, Refusal, Request, Slice
 from .placement import asking, ever
 from .preemption import leaves_at, suspendable
 from .schedule import Plan, outlook
@@ -193,12 +193,12 @@ def held_on(s: Session, uuid: str) -> int:
 
 
 def _growth_bounds(
-    draft: Draft, s: Session, uuid: str, *, waits: bool
+    draft: Draft, s: Session, uuid: str, behind: Reason | None
 ) -> Iterator[tuple[int, Refusal]]:
     """Yield for each rule the most bytes by which a slice may grow, and the refusal of more bytes.
 
-    ``draft`` has the memory that the plan leaves. ``waits`` is true if another session waits for
-    the owner's quota or for the cap of a group of the owner.
+    ``draft`` has the memory that the plan leaves. ``behind`` is not None if another session waits
+    for the owner's quota or for the cap of a group of the owner.
     """
     facts, settings = draft.facts, draft.facts.settings
     held, limit = held_on(s, uuid), s.request.limit
@@ -227,11 +227,20 @@ def _growth_bounds(
     )
     cap = draft.room_of(s.owner)
     if cap is not None:
-        left = 0 if waits else cap.most - (charge_of(s, s.lease.slices) - s.lease.charge)
-        why = (
-            f"your group {cap.group} may have {format_bytes(facts.tree.caps[cap.group])} at once, "
-            f"and {format_bytes(max(0, left))} of this is left."
-        )
+        left = 0 if behind else cap.most - (charge_of(s, s.lease.slices) - s.lease.charge)
+        if behind is None:
+            why = (
+                f"your group {cap.group} may have {format_bytes(facts.tree.caps[cap.group])} at "
+                f"once, and {format_bytes(max(0, left))} of this is left."
+            )
+        elif behind.group:
+            why = (
+                f"your group {behind.group} may have "
+                f"{format_bytes(facts.tree.caps[behind.group])} at once, and another kernel waits "
+                "for what is left of this."
+            )
+        else:
+            why = "another kernel of yours waits for what is left of your quota."
         step = "Free memory in the kernel, or wait until other kernels of the group end."
         yield left, Refusal(Code.QUOTA, why, step, {**numbers, "left": max(0, left)})
     if any(facts.devices[x.device].device.can_suspend for x in s.lease.slices):
@@ -253,7 +262,7 @@ def _growth_bounds(
         left = quota.memory - draft.usage(s.owner.name).memory
         left -= charge_of(s, s.lease.slices) - s.lease.charge
         why = f"your quota of GPU memory has {format_bytes(max(0, left))} left."
-        if waits:
+        if behind:
             # If the kernel grew into the rest of the quota, the owner's other session would wait
             # for longer.
             left = 0
@@ -292,9 +301,9 @@ def owed(facts: Facts, s: Session, uuid: str) -> int:
 
 def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
     """Return by how many bytes each slice of an attached session could grow now."""
-    draft, waits = outlook(facts, plan), plan.behind(s, facts) is not None
+    draft, behind = outlook(facts, plan), plan.behind(s, facts)
     return tuple(
-        max(0, min(most for most, _ in _growth_bounds(draft, s, x.device, waits=waits)))
+        max(0, min(most for most, _ in _growth_bounds(draft, s, x.device, behind)))
         for x in s.lease.slices
     )
 
@@ -304,8 +313,8 @@ def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Re
 
     ``missing`` is the number of bytes that the kernel needs in addition to the slice.
     """
-    draft, waits = outlook(facts, plan, but=s.id), plan.behind(s, facts) is not None
-    bounds = list(_growth_bounds(draft, s, uuid, waits=waits))
+    draft, behind = outlook(facts, plan, but=s.id), plan.behind(s, facts)
+    bounds = list(_growth_bounds(draft, s, uuid, behind))
     for most, why in bounds:
         if most < missing:
             held = format_bytes(held_on(s, uuid))

@@ -214,6 +214,19 @@ def test_a_fenced_node_is_freed_after_its_time_out(world):
     assert sizes(world)["n1"] == 8
 
 
+def test_a_draining_node_that_is_fenced_has_not_left(world):
+    world.ask("n0", "ada", 8)
+    world.settle(1)
+    world.order("n0", True)
+    world.settle(1)
+    assert state(world, "n0") == "draining"
+    world.crash("n0")
+    world.do(world.current, ev.Fenced(now=world.now, node="n0"))
+    world.advance(11)
+    world.settle(1, silent={"n0"})
+    assert state(world, "n0") == "gone"
+
+
 def test_a_fenced_node_that_still_runs_gets_a_new_life_number(world):
     world.ask("n0", "ada", 4)
     world.settle(1)

@@ -491,12 +491,73 @@ async def test_landed_says_that_a_process_is_still_suspended(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def until_taken(thief, suspending):
+async def test_landing_that_cannot_be_undone_is_kept_and_retried(emulated, waiting):
+    """restore-keeps-state: the driver refuses the move, and at first also the way back."""
+    machine = emulated(TWO)
+    machine.faults.set("restore-keeps-state")
+    _, until = waiting
+    async with machine.started() as (service, devices), machine.target() as target:
+        origin, place = (device.uuid for device in devices)
+        digest = await filled(target)
+        told, restoring = [], []
+        machine.faults.set("restore-failed", pid=target.pid)
+        landing = asyncio.ensure_future(
+            service.land(
+                target.root, [place], [origin], session=SESSION, need={place: 80 * MiB},
+                restoring=lambda: restoring.append(1), on_kept=told.append,
+            )
+        )  # fmt: skip
+        await until(lambda: told, 60)
+        assert restoring == [1]
+        assert f"Process {target.pid} is not back on its GPU yet" in told[0]
+        state = await service.driver_state(target.root, session=SESSION)
+        assert (state, landing.done()) == ("checkpointed", False)
+        machine.faults.clear("restore-failed")
+        outcome = await asyncio.wait_for(landing, 90)
+        assert outcome.status == "refused", outcome
+        assert "not back on its GPU yet" not in outcome.message
+        assert await target.do("digest", 1) == digest
+        used = {sample.uuid: sample.used for sample in await service.sample()}
+        assert used[origin] > 0
+        assert used[place] == 0
+
+
+async def test_refused_landing_is_undone_only_with_enough_room(emulated, waiting):
+    """A restore without room is fatal: the process stays suspended until the memory is free."""
+    machine = emulated("2x256MiB,context=16MiB")
+    _, until = waiting
+    async with machine.started() as (service, devices), machine.target() as target:
+        origin, place = (device.uuid for device in devices)
+        await target.do("context")
+        digest = await target.do("fill", 64 * MiB, 1)
+        machine.faults.set("restore-keeps-state")
+        machine.faults.set("restore-failed", pid=target.pid)
+        told = []
+        landing = asyncio.ensure_future(
+            service.land(
+                target.root, [place], [origin], session=SESSION, need={place: 80 * MiB},
+                restoring=lambda: None, on_kept=told.append,
+            )
+        )  # fmt: skip
+        async with machine.target() as thief:
+            await thief.do("context")
+            await until_taken(thief, landing, 170 * MiB)
+            await until(lambda: told, 60)
+            assert "MiB free" in told[0]
+            machine.faults.clear("restore-failed")
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(landing), 2)
+        outcome = await asyncio.wait_for(landing, 90)
+        assert outcome.status == "refused", outcome
+        assert await target.do("digest", 1) == digest
+
+
+async def until_taken(thief, suspending, size=140 * MiB):
     """Let ``thief``, a process outside the pool, take the memory that the suspended child freed."""
     while True:
         assert not suspending.done()
         with contextlib.suppress(RuntimeError):
-            await thief.do("take", 140 * MiB)
+            await thief.do("take", size)
             return
         await asyncio.sleep(0.005)
 

@@ -229,6 +229,21 @@ def test_clients_can_use_per_thread_streams(emulated):
     assert machine.run(dedent(code), CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM="1") == "good"
 
 
+def test_thread_has_one_per_thread_stream_in_each_context(emulated):
+    code = """
+    from cuda.bindings import driver as D
+    D.cuInit(0)
+    first, second = (D.cuCtxCreate(None, 0, 0)[1] for _ in range(2))
+    def stream(context):
+        D.cuCtxSetCurrent(context)
+        return D.cuStreamGetId(2)[1]
+    found = [stream(context) for context in (first, second, first, second)]
+    assert found[:2] == found[2:] and found[0] != found[1], found
+    print("good")
+    """
+    assert emulated().run(dedent(code)) == "good"
+
+
 def test_cuda_arrays_count_as_used_memory(emulated):
     child = emulated("1x1GiB,context=0").target()
     child.do(

@@ -266,10 +266,14 @@ def test_misplaced_cell_magic_says_where_it_belongs(calm: Kernel) -> None:
     ],
 )
 def test_arguments_are_completed(one_kernel: Kernel, text: str, expected: list[str]) -> None:
-    reply = one_kernel.client.complete(text, len(text), reply=True, timeout=60)["content"]
-    assert reply["status"] == "ok"
-    found = {m.strip() for m in reply["matches"]}
+    found = completed(one_kernel, text)
     assert found.issuperset(expected), found
+
+
+def completed(kernel: Kernel, text: str) -> set[str]:
+    reply = kernel.client.complete(text, len(text), reply=True, timeout=60)["content"]
+    assert reply["status"] == "ok"
+    return {m.strip() for m in reply["matches"]}
 
 
 def test_inspection_shows_the_help_of_gpu(one_kernel: Kernel) -> None:
@@ -317,6 +321,7 @@ def test_gpu_says_that_the_kernel_has_no_session(python: str) -> None:
 def test_extension_can_be_unloaded_and_loaded_again(broker: ScriptedBroker, kernel: Kernel) -> None:
     assert kernel.run("%unload_ext jupyter_gpupool.kernel").status == "ok"
     assert kernel.run("%gpu").status == "error"
+    assert completed(kernel, "%gpu ").isdisjoint({"attach", "release"})
     before = len(broker.seen("hold"))
     assert kernel.run("x = 1").status == "ok"
     assert len(broker.seen("hold")) == before
@@ -324,6 +329,7 @@ def test_extension_can_be_unloaded_and_loaded_again(broker: ScriptedBroker, kern
     broker.wait_for("hello", count=2)
     kernel.run("x = 2")
     broker.wait_for("hold", count=before + 1)
+    assert completed(kernel, "%gpu ").issuperset({"attach", "release"})
 
 
 @contextmanager

@@ -422,6 +422,25 @@ def test_growth_stops_at_the_cap(make):
     assert "group bio" in refusal.message
 
 
+@pytest.mark.parametrize(
+    ("waiter", "memory", "why"),
+    [
+        ("bob", 16, "your group bio may have 20 B at once, and another kernel waits for what"),
+        ("ann", 4, "another kernel of yours waits for what is left of your quota."),
+    ],
+)
+def test_refused_growth_says_what_the_waiting_kernel_lacks(make, waiter, memory, why):
+    lab = make(groups={"bio": Group(cap=Portion(bytes=20))}, quotas={"ann": Quota(leases=1)})
+    lab.open("a", 6, owner=Owner("ann", "bio"), limit=16)
+    lab.hold("a")
+    lab.done("a")
+    open_in(lab, "b", waiter, "bio", memory)
+    assert lab.state("b") == "queued"
+    refusal = got(lab.grow("a", 1), ev.Answer).refusal
+    assert refusal.code == "quota"
+    assert why in refusal.message
+
+
 def test_usage_rates_are_zero_after_the_last_lease():
     rng, rules, meters = random.Random(3), PoolSettings(), Meters()
     leases: dict[str, LeaseInUse] = {}

@@ -246,7 +246,7 @@ class DeviceActions:
                 process,
                 [piece.device for piece in action.slices],
                 session=session.id,
-                on_kept=lambda message: self._kept(session, message),
+                on_kept=lambda message: self.kept(session, message),
             )
         finally:
             session.moving = {}
@@ -317,7 +317,7 @@ class DeviceActions:
             asyncio.get_running_loop().call_later(RETIRED, end)
         self._start("", work())
 
-    def _kept(self, session: LiveSession, message: str) -> None:
+    def kept(self, session: LiveSession, message: str) -> None:
         """Record that a refused suspend left part of a session in host memory."""
         self._core.note("kept", session, reason=message)
         session.send(

@@ -386,7 +386,7 @@ class Landings:
 
         outcome = await self._service.land(
             way.process, way.target, way.origin, session=session.id, need=need,
-            restoring=restoring,
+            restoring=restoring, on_kept=lambda message: self._actions.kept(session, message),
         )  # fmt: skip
         if outcome.status == "resumed":
             session.not_landed = 0

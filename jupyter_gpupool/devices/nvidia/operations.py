@@ -247,6 +247,19 @@ class Operation:
             return replace(self.refused, status="kept", message=self.kept_why)
         return self.refused
 
+    async def stay_put(self, outcome: ResumeOutcome) -> ResumeOutcome:
+        """After a suspend of this operation and a refused move, restore the process in its place.
+
+        ``outcome`` is the outcome of the move. Return it, or the problem.
+        """
+        trouble = await self.undo(self.touched)
+        if trouble:
+            return ResumeOutcome("failed", trouble[1])
+        if not self.kept:
+            return ResumeOutcome(outcome.status, outcome.message, stay=outcome.stay)
+        self.refused = self._suspended("drain", outcome.message)
+        return replace(outcome, status="kept", message=f"{outcome.message} {self.kept_why}")
+
     async def undo(
         self, touched: Collection[ProcessId], *, patience: float = ROOM_WAIT
     ) -> tuple[SuspendStatus, str] | None:
@@ -558,33 +571,27 @@ async def land(
 
     This function calls ``restoring`` after the suspend and before the restore. If the result is
     ``refused`` or ``no-room``, the process runs on its old devices. ``stay`` is True if the
-    driver cannot move the process. After ``failed`` or ``hung``, the driver has lost the process.
+    driver cannot move the process. After ``kept``, the process is suspended:
+    :meth:`Operation.bring_back` restores it on its old devices. After ``failed`` or ``hung``, the
+    driver has lost the process.
     """
     suspended = await operation.suspend(origin)
     if suspended.status in ("gone", "failed", "hung"):
         return ResumeOutcome(suspended.status, suspended.message)
     if suspended.status != "suspended":
         text = suspended.message or "The driver offers no way to suspend the process."
-        return ResumeOutcome("refused", text, stay=suspended.status != "drain")
+        refused = operation.refused or suspended
+        outcome = ResumeOutcome("refused", text, stay=refused.status != "drain")
+        return replace(outcome, status="kept") if suspended.status == "kept" else outcome
     restoring()
     outcome = await operation.again().resume(devices, origin, need, everything)
     if outcome.status in ("no-room", "refused"):
-        back = await _run_on(operation)
-        if back:
-            return ResumeOutcome("failed", back)
-        return ResumeOutcome(outcome.status, outcome.message, stay=outcome.stay)
-    return ResumeOutcome(
-        outcome.status,
-        outcome.message,
-        suspended.seconds + outcome.seconds,
-        operation.driver_seconds,
+        return await operation.stay_put(outcome)
+    return replace(
+        outcome,
+        seconds=suspended.seconds + outcome.seconds,
+        driver_seconds=operation.driver_seconds,
     )
-
-
-async def _run_on(operation: Operation) -> str:
-    """Let the process of ``operation`` continue without a move; return the problem, or ""."""
-    trouble = await operation.again().undo([operation.root])
-    return trouble[1] if trouble else ""
 
 
 async def interrupted(operation: Operation, process: ProcessId) -> tuple[str, str]:

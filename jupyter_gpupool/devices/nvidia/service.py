@@ -76,20 +76,32 @@ class DeviceService(Inventory):
             last[:] = [operation]
             return await operation.suspend(devices)
 
-        async def again(operation: Operation) -> SuspendOutcome:
-            (earlier,), last[:] = last, [operation]
-            return await operation.bring_back(earlier)
-
         outcome = await self._workers.perform(run, root, session, devices)
+        if outcome.status == "kept":
+            self._log.error("%s", outcome.message)
+            on_kept(outcome.message)
+            outcome = await self._bring_back(last[0], session, devices)
+        return outcome
+
+    async def _bring_back(
+        self, earlier: Operation, session: str, devices: Sequence[str], *, alone: bool = False
+    ) -> SuspendOutcome:
+        """Retry until no process that ``earlier`` left suspended is suspended any more."""
+
+        async def again(operation: Operation) -> SuspendOutcome:
+            nonlocal earlier
+            before, earlier = earlier, operation
+            return await operation.bring_back(before)
+
         pause = KEPT_POLL
-        while outcome.status == "kept":
-            if pause == KEPT_POLL:
-                self._log.error("%s", outcome.message)
-                on_kept(outcome.message)
+        while True:
             await asyncio.sleep(pause)
             pause = min(2 * pause, KEPT_PAUSE)
-            outcome = await self._workers.perform(again, root, session, devices)
-        return outcome
+            outcome = await self._workers.perform(
+                again, earlier.root, session, devices, alone=alone
+            )
+            if outcome.status != "kept":
+                return outcome
 
     async def resume(
         self,
@@ -140,16 +152,31 @@ class DeviceService(Inventory):
         session: str,
         need: Mapping[str, int],
         restoring: Callable[[], None],
+        on_kept: Callable[[str], None] = lambda _message: None,
     ) -> ResumeOutcome:
-        """Move one process of a session to the session's devices. See :mod:`.operations`."""
+        """Move one process of a session to the session's devices. See :mod:`.operations`.
+
+        If the driver refuses the move and the process cannot be restored on its old devices, the
+        service retries this restore, as :meth:`suspend` does.
+        """
+        last: list[Operation] = []
 
         async def run(operation: Operation) -> ResumeOutcome:
+            last[:] = [operation]
             return await land(
                 operation, devices, origin, need, self._physical(), restoring=restoring
             )
 
         both = [*dict.fromkeys((*devices, *origin))]
-        return await self._workers.perform(run, process, session, both, alone=True)
+        outcome = await self._workers.perform(run, process, session, both, alone=True)
+        if outcome.status != "kept":
+            return outcome
+        self._log.error("%s", outcome.message)
+        on_kept(outcome.message)
+        back = await self._bring_back(last[0], session, both, alone=True)
+        if back.status in ("gone", "failed", "hung"):
+            return ResumeOutcome(back.status, back.message)
+        return ResumeOutcome("refused", back.message, stay=outcome.stay)
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
         """Let a process continue, after an earlier broker died during the landing of the process.

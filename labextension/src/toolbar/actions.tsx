@@ -137,7 +137,7 @@ function GetNow(props: {
  * the component renders again.
  */
 function useUntil(time: number | null, model: Pick<IPoolModel, 'now'>): boolean {
-  const [, again] = React.useReducer((count: number) => count + 1, 0);
+  const [looks, again] = React.useReducer((count: number) => count + 1, 0);
   const left = time === null ? 0 : time - model.now();
   React.useEffect(() => {
     if (time === null || time <= model.now()) {
@@ -145,6 +145,6 @@ function useUntil(time: number | null, model: Pick<IPoolModel, 'now'>): boolean 
     }
     const timer = setTimeout(again, Math.min((time - model.now()) * 1000 + 50, LONG));
     return () => clearTimeout(timer);
-  }, [time, model]);
+  }, [time, model, looks]);
   return left > 0;
 }
