@@ -12,8 +12,10 @@ import sys
 
 import pytest
 
+from tests.emulated import library_dir
+
 MIB = 1 << 20
-OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_VALUE = 2, 3, 1
+OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_VALUE, INVALID_CONTEXT = 2, 3, 1, 201
 LOCK_AT = 48  # offset in the page, see guard/src/page.h
 
 CALLS = """
@@ -471,6 +473,128 @@ def managed(n):
     assert used(session) == 32 * MIB
 
 
+@pytest.mark.parametrize("source", ["default", "created on the host", "created on a device"])
+def test_allowed_managed_pools_are_counted(session, process, source):
+    session.grant(session.uuids, each=160 * MIB, limit=160 * MIB)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    session.page.set_policy(managed=True, context_bytes=32 * MIB)
+    child = process()
+    code = """
+class Where(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+class Props(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("handles", ctypes.c_int), ("at", Where),
+                ("rest", ctypes.c_byte * 72)]
+def pool(source):
+    made, at = ctypes.c_void_p(), Where(1, 0) if source == "created on a device" else Where(2, 0)
+    out, props = ctypes.byref(made), Props(2, 0, at)
+    error = (C.cuMemGetDefaultMemPool(out, ctypes.byref(at), 2) if source == "default"
+             else C.cuMemPoolCreate(out, ctypes.byref(props)))
+    assert error == 0, error
+    return made
+def take(n):
+    p = ctypes.c_uint64()
+    return C.cuMemAllocFromPoolAsync(ctypes.byref(p), ctypes.c_size_t(n), managed, None) or p.value
+"""
+    child.do(code + f"managed = pool({source!r})")
+    assert child.do("_ = take(200 << 20)") == OUT_OF_MEMORY
+    assert used(session) == 32 * MIB
+    assert child.do("p = take(100 << 20); _ = p > 802")
+    assert session.page.read().pins == "it uses managed memory"
+    assert used(session) == 132 * MIB
+    assert child.do("_ = take(100 << 20)") == OUT_OF_MEMORY
+    assert child.do("_ = free_async(p)") == 0
+    assert used(session) == 32 * MIB
+    assert child.do("p = take(100 << 20); _ = free(p)") == 0
+    assert used(session) == 32 * MIB
+    assert child.do("p = take(64 << 20); _ = C.cuDevicePrimaryCtxReset_v2(0)") == 0
+    assert used(session) == 0
+
+
+GRAPHS = """
+V, U, Z = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
+class Props(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_int) for n in ("type", "handles", "where", "id")] + [
+        ("rest", ctypes.c_byte * 72)]
+class Node(ctypes.Structure):
+    _fields_ = [("pool", Props), ("access", V), ("accesses", Z), ("bytes", Z), ("address", U)]
+def good(error):
+    assert error == 0, error
+def stream():
+    made = V()
+    good(C.cuStreamCreate(ctypes.byref(made), 1))
+    return made
+def graph(n, frees):
+    # Return an executable that allocates n bytes and, if `frees` is true, also frees them.
+    made, run, first, last = V(), V(), V(), V()
+    node = Node(pool=Props(1, 0, 1, 0), bytes=n)
+    good(C.cuGraphCreate(ctypes.byref(made), 0))
+    good(C.cuGraphAddMemAllocNode(ctypes.byref(first), made, None, Z(0), ctypes.byref(node)))
+    if frees:
+        good(C.cuGraphAddMemFreeNode(ctypes.byref(last), made, ctypes.byref(first), Z(1),
+                                     U(node.address)))
+    good(C.cuGraphInstantiateWithFlags(ctypes.byref(run), made, U(0)))
+    return run, node.address
+"""
+
+
+#: Makes two graphs that keep their memory, launches both, and frees the memory of the first in
+#: between. So the second graph takes that memory, and the first needs new memory at its relaunch.
+TWO_GRAPHS = """
+s, (a, first), (b, second) = stream(), graph(64 << 20, False), graph(64 << 20, False)
+_ = C.cuGraphLaunch(a, s), free(first), C.cuGraphLaunch(b, s)
+"""
+
+
+def test_graphs_relaunch_is_counted_if_it_takes_new_memory(session, process):
+    session.grant(session.uuids, each=128 * MIB, limit=160 * MIB)
+    asked = grower(session, 32 * MIB, 160 * MIB)
+    child = process()
+    assert child.do(GRAPHS + TWO_GRAPHS) == (0, 0, 0)
+    assert used(session) == taken(session) == 96 * MIB
+    assert child.do("_ = C.cuGraphLaunch(a, s)") == 0
+    assert used(session) == taken(session) == 160 * MIB
+    assert asked == [(0, 32 * MIB)]  # the grant has grown
+    assert child.do("_ = free(first), free(second), C.cuDeviceGraphMemTrim(0)") == (0, 0, 0)
+    assert used(session) == taken(session) == 32 * MIB
+
+
+def test_relaunch_beyond_the_grant_succeeds_and_is_counted(session, process):
+    """Before the launch the driver does not tell whether the graph takes new memory."""
+    session.grant(session.uuids, each=128 * MIB, limit=128 * MIB)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    child = process()
+    assert child.do(GRAPHS + TWO_GRAPHS) == (0, 0, 0)
+    assert child.do("_ = C.cuGraphLaunch(a, s)") == 0
+    assert used(session) == taken(session) == 160 * MIB
+    assert child.do("_ = alloc(2 << 20)") == OUT_OF_MEMORY
+
+
+def test_relaunch_without_new_memory_fits_in_a_full_grant(session, process):
+    """Two graphs in turn use the same memory, so the guard refuses none of their launches."""
+    session.grant(session.uuids, each=96 * MIB, limit=96 * MIB)
+    session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
+    child = process()
+    child.do(GRAPHS + "s, t = stream(), stream()")
+    child.do("(a, _), (b, _) = graph(64 << 20, True), graph(64 << 20, True)")
+    assert child.do("_ = [C.cuGraphLaunch(g, on) for on in (s, t) for g in (a, b, a)]") == [0] * 6
+    assert used(session) == taken(session) == 96 * MIB
+    assert session.broker.messages == []
+
+
+def test_repeated_launch_of_one_graph_does_not_ask_the_driver(session, process):
+    """The child launches another graph in the driver itself, so the guard does not notice that."""
+    child = process()
+    child.do(GRAPHS + "s, t = stream(), stream()")
+    child.do("(a, _), (b, _) = graph(64 << 20, True), graph(64 << 20, False)")
+    child.do(f"D = ctypes.CDLL({str(library_dir() / 'libcuda.so.1')!r})")
+    assert child.do("_ = C.cuGraphLaunch(a, s), D.cuGraphLaunch(b, s)") == (0, 0)
+    assert child.do("_ = C.cuGraphLaunch(a, s)") == 0
+    assert (used(session), taken(session)) == (96 * MIB, 160 * MIB)
+    assert child.do("_ = C.cuGraphLaunch(a, t)") == 0  # not the same stream
+    assert used(session) == taken(session) == 160 * MIB
+
+
 # ---------------------------------------------------------------- devices and figures
 
 
@@ -609,6 +733,37 @@ def test_memory_figures_during_a_suspend_need_no_broker(session, process):
     assert child.do("_ = info()") == (380 * MIB, 512 * MIB)
     assert child.do("_ = total()") == 512 * MIB
     assert session.broker.messages == []
+
+
+def test_memory_figures_during_a_suspend_are_the_current_devices(session, process):
+    """The thread makes another device's context current while the session is suspended."""
+    session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
+    child = process()
+    child.do("""
+first, second = ctypes.c_void_p(), ctypes.c_void_p()
+C.cuCtxGetCurrent(ctypes.byref(first))
+context(1); C.cuCtxGetCurrent(ctypes.byref(second)); q = alloc(50 << 20)
+context(0); p = alloc(100 << 20)
+""")
+    session.page.set_gate(2)
+    session.page.set_grant([0, 0], 512 * MIB, 1)
+    assert child.do("_ = info()") == (380 * MIB, 512 * MIB)
+    assert child.do("C.cuCtxSetCurrent(second); _ = info()") == (430 * MIB, 512 * MIB)
+    assert session.broker.messages == []
+
+
+@pytest.mark.parametrize("end", ["C.cuCtxSetCurrent(None)", "C.cuCtxDestroy_v2(c)"])
+def test_memory_figures_need_a_current_context(session, process, end):
+    """Without a context the guard does not answer itself, but lets the driver refuse the call."""
+    child = process(context=False)
+    child.do(
+        "C.cuInit(0); c = ctypes.c_void_p(); C.cuCtxCreate_v2(ctypes.byref(c), 0, 0)\n"
+        "p = alloc(1 << 20)"
+    )
+    session.page.set_gate(2)
+    session.broker.answer = session.attach_on_request
+    assert child.do(f"{end}; _ = info()") == INVALID_CONTEXT
+    assert len(session.broker.messages) == 1
 
 
 def test_context_that_does_not_fit_grows_the_grant_or_fails(session, process):

@@ -81,7 +81,17 @@ struct here here_now(void)
     return h;
 }
 
-struct here here_remembered(void) { return remembered.context ? remembered : nowhere; }
+struct here here_recorded(void)
+{
+    struct own own;
+    CUcontext context = current_context();
+    if (!current_known() || !table_get(OWN_CONTEXT, (uint64_t)context, &own))
+        return nowhere;
+    struct here h = here_of_device((CUdevice)own.extra);
+    h.context = context;
+    h.number = own.owner;
+    return h;
+}
 
 struct here here_of_device(CUdevice device)
 {

@@ -24,8 +24,9 @@ struct here {
 };
 
 struct here here_now(void);
-/* Returns the last result of here_now in this thread, without a call of the driver. */
-struct here here_remembered(void);
+/* The same as here_now, but from the guard's own records, because the driver may block. The ordinal
+ * is -1 if the guard does not know the thread's current context. */
+struct here here_recorded(void);
 struct here here_of_stream(CUstream stream, bool per_thread);
 struct here here_of_device(CUdevice device);
 
@@ -103,6 +104,7 @@ struct reserve {
     uint64_t unseen;  /* bytes allocated since the driver was last asked */
     uint32_t ended;   /* ALIVE, ENDING or ENDED. After the end of a reserve, its allocations exist
                        * until the program frees them */
+    bool managed;     /* a pool of managed memory: the guard counts its allocations one by one */
     CUmemoryPool pool;
     uint64_t charged; /* bytes counted for the reserve: the bytes already charged to the page, plus
                        * `pending` */

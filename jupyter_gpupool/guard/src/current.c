@@ -109,6 +109,8 @@ void current_apply(void)
 
 CUcontext current_context(void) { return top(&mine.wanted); }
 
+bool current_known(void) { return !mine.lost; }
+
 static void driver_knows(void)
 {
     if (!mine.differ)

@@ -8,6 +8,12 @@
  * most that the first launch may take. The launch takes less if nodes share memory. After the
  * launch the guard counts the driver's own figure. The guard can refuse a graph that is too large
  * at two moments: when the program makes the graph executable, and when it launches the graph.
+ *
+ * A later launch may reserve memory again: another graph may hold the memory that this graph used,
+ * or use it at the same time in another stream. Before such a launch the guard charges nothing. The
+ * driver counts the memory of finished graphs as used, so it does not say whether the launch finds
+ * enough idle memory. A charge would refuse launches that need no more memory. After the launch the
+ * guard counts the driver's figure, even if it exceeds the grant.
  */
 #include "counting.h"
 #include "own.h"
@@ -31,6 +37,7 @@ struct alloc_node {
 
 struct totals {
     uint64_t bytes[PAGE_DEVICES];
+    bool look[PAGE_DEVICES]; /* charge nothing, but count the growth of the reserve */
     CUdevice device[PAGE_DEVICES];
 };
 
@@ -102,11 +109,11 @@ static CUresult begin(const struct totals *sum, struct reserve *r[PAGE_DEVICES])
     for (int i = 0; i < PAGE_DEVICES; i++)
         r[i] = NULL;
     for (int i = 0; i < PAGE_DEVICES && !result; i++) {
-        if (!sum->bytes[i])
+        if (!sum->bytes[i] && !sum->look[i])
             continue;
         struct here h = {.ordinal = i, .device = sum->device[i]};
         if ((r[i] = reserve_graphs(h))) {
-            result = reserve_begin(r[i], growth(r[i], sum->bytes[i]));
+            result = reserve_begin(r[i], sum->bytes[i] ? growth(r[i], sum->bytes[i]) : 0);
             if (result)
                 r[i] = NULL;
         }
@@ -177,19 +184,42 @@ CUresult wrap_cuGraphInstantiateWithParams_ptsz(CUgraphExec *out, CUgraph graph,
     INSTANTIATE(graph, REAL(cuGraphInstantiateWithParams_ptsz)(out, graph, params));
 }
 
-/* If this launch may reserve memory, fills `sum` and returns true. A graph reserves memory only at
- * its first launch, and at its first launch after each trim. A graph without memory nodes never
- * reserves memory, and is not in the table. */
-static bool first(CUgraphExec exec, struct totals *sum)
+/* Whether the last launch of a graph with memory nodes was a launch of the same graph in the same
+ * stream. Its memory is then still in place. Also records this launch as the last one. */
+static bool repeats(CUgraphExec exec, CUstream stream, bool per_thread)
+{
+    static uint64_t last;
+    static __thread char own; /* stands for the thread's default stream */
+    uint64_t key = (uint64_t)stream;
+    if (key == 2 || (per_thread && !key))
+        key = (uint64_t)&own;
+    key ^= (uint64_t)exec * 0x9e3779b97f4a7c15ull;
+    if (__atomic_load_n(&last, __ATOMIC_RELAXED) == key)
+        return true;
+    __atomic_store_n(&last, key, __ATOMIC_RELAXED);
+    return false;
+}
+
+/* If this launch may reserve memory, fills `sum` and returns true. A graph reserves all its memory
+ * at its first launch, and at its first launch after each trim. Later it may reserve memory if it
+ * does not repeat the last launch. A graph without memory nodes never reserves memory, and is not
+ * in the table. */
+static bool reserves_memory(CUgraphExec exec, CUstream stream, bool per_thread, struct totals *sum)
 {
     uint32_t now = __atomic_load_n(&graph_trims, __ATOMIC_ACQUIRE) + 1;
-    bool found = false;
+    bool known = false, found = false, repeat = false;
     *sum = (struct totals){.bytes = {0}};
     for (int i = 0; i < PAGE_DEVICES; i++) {
         struct own own;
-        if (!table_get(OWN_GRAPH, (uint64_t)exec + (uint64_t)i, &own) || own.extra == now)
+        if (!table_get(OWN_GRAPH, (uint64_t)exec + (uint64_t)i, &own))
             continue;
-        sum->bytes[i] = own.bytes;
+        if (!known)
+            repeat = repeats(exec, stream, per_thread);
+        known = true;
+        if (own.extra == now && repeat)
+            continue;
+        sum->bytes[i] = own.extra == now ? 0 : own.bytes;
+        sum->look[i] = true;
         sum->device[i] = (CUdevice)own.owner;
         found = true;
     }
@@ -206,11 +236,12 @@ static void launched(CUgraphExec exec, const struct totals *sum, uint32_t at)
         }
 }
 
-#define LAUNCH(exec, call)                                                   \
+#define LAUNCH(exec, stream, per_thread, call)                               \
     ENTER;                                                                   \
     struct totals sum;                                                       \
     struct reserve *r[PAGE_DEVICES];                                         \
-    if (!guard_page || !table_seen(OWN_GRAPH) || !first(exec, &sum))         \
+    if (!guard_page || !table_seen(OWN_GRAPH) ||                             \
+        !reserves_memory(exec, stream, per_thread, &sum))                    \
         return call;                                                         \
     uint32_t at = __atomic_load_n(&graph_trims, __ATOMIC_ACQUIRE) + 1;       \
     CUresult result = begin(&sum, r);                                        \
@@ -227,7 +258,7 @@ CUresult wrap_cuGraphLaunch(CUgraphExec exec, CUstream stream)
     CUresult full = window_pass(stream, false);
     if (full)
         return full;
-    LAUNCH(exec, REAL(cuGraphLaunch)(exec, stream));
+    LAUNCH(exec, stream, false, REAL(cuGraphLaunch)(exec, stream));
 }
 
 CUresult wrap_cuGraphLaunch_ptsz(CUgraphExec exec, CUstream stream)
@@ -235,17 +266,17 @@ CUresult wrap_cuGraphLaunch_ptsz(CUgraphExec exec, CUstream stream)
     CUresult full = window_pass(stream, true);
     if (full)
         return full;
-    LAUNCH(exec, REAL(cuGraphLaunch_ptsz)(exec, stream));
+    LAUNCH(exec, stream, true, REAL(cuGraphLaunch_ptsz)(exec, stream));
 }
 
 CUresult wrap_cuGraphUpload(CUgraphExec exec, CUstream stream)
 {
-    LAUNCH(exec, REAL(cuGraphUpload)(exec, stream));
+    LAUNCH(exec, stream, false, REAL(cuGraphUpload)(exec, stream));
 }
 
 CUresult wrap_cuGraphUpload_ptsz(CUgraphExec exec, CUstream stream)
 {
-    LAUNCH(exec, REAL(cuGraphUpload_ptsz)(exec, stream));
+    LAUNCH(exec, stream, true, REAL(cuGraphUpload_ptsz)(exec, stream));
 }
 
 CUresult wrap_cuGraphExecDestroy(CUgraphExec exec)

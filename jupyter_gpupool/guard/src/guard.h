@@ -254,6 +254,9 @@ CUresult later_sit_out(void);
 
 /* The calling thread's current context, as the application sees it. */
 CUcontext current_context(void);
+/* Whether current_context() is right. It may be wrong if the thread's stack is too deep for the
+ * guard's copy. */
+bool current_known(void);
 /* Record the context that the driver reports as current, because calls other than cuCtxSetCurrent
  * also change it. */
 void current_seen(CUcontext context);

@@ -17,9 +17,10 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
     size_t real_free = 0, real_total = 0;
     if (guard_blocked()) {
         /* In a suspended process the driver would block until the session has a lease. So the
-         * guard answers from the page. */
-        struct here h = here_remembered();
-        if (h.ordinal >= 0 && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
+         * guard answers from the page. If it does not know the device of the current context, the
+         * driver answers, after a wait at the gate. */
+        int ordinal = here_recorded().ordinal;
+        if (ordinal >= 0 && slice_memory(guard_page, ordinal, UINT64_MAX, UINT64_MAX, &m)) {
             if (available)
                 *available = m.available;
             if (total)
@@ -44,6 +45,7 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
     struct here h = here_now();
     if (h.ordinal < 0)
         return REAL(cuMemGetInfo_v2)(available, total);
+    current_seen(h.context); /* for the next call, which may come during a suspend */
     pools_settle(h.ordinal);
     page_lock();
     page_reap(); /* free the slots of the session's dead processes, because their memory is free */

@@ -105,7 +105,7 @@ static struct reserve *plan(struct reserves *all, CUmemoryPool pool, struct here
         *look = *growth || r->unseen >= UNSEEN;
     }
     own_unlock(&all->lock);
-    return r && r->ordinal >= 0 ? r : NULL;
+    return r && (r->ordinal >= 0 || r->managed) ? r : NULL;
 }
 
 static void unplan(struct reserves *all, struct reserve *r, uint64_t extent)
@@ -113,6 +113,20 @@ static void unplan(struct reserves *all, struct reserve *r, uint64_t extent)
     own_lock(&all->lock);
     r->live -= extent < r->live ? extent : r->live;
     own_unlock(&all->lock);
+}
+
+/* Managed memory from a pool counts like memory from cuMemAllocManaged. The guard counts each
+ * allocation and not the pool's reserve, because the reserve may be in host memory. */
+static CUresult allocate_managed(const struct request *q, struct here h, uint64_t extent)
+{
+    struct own own = {.bytes = extent, .owner = h.number, .kind = OWN_MANAGED, .ordinal = (int16_t)h.ordinal};
+    CUresult result = guard_charge(h.ordinal, extent);
+    if (result)
+        return result;
+    result = driver_allocate(q);
+    if (!result)
+        own.key = *q->out;
+    return keep(result, &own, REAL(cuMemFree_v2));
 }
 
 static CUresult allocate(const struct request *q)
@@ -134,6 +148,8 @@ static CUresult allocate(const struct request *q)
     if (!r)
         return driver_allocate(q);
     current_seen(h.context);
+    if (r->managed)
+        return allocate_managed(q, h, extent);
 
     CUresult refused = look ? reserve_begin(r, growth) : CUDA_SUCCESS;
     if (refused) {
@@ -215,12 +231,13 @@ CUresult wrap_cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
     if (managed)
         guard_pin(PIN_MANAGED);
     struct here h = {.ordinal = -1};
-    if (props->location.type == MEM_LOCATION_DEVICE)
+    if (props->location.type == MEM_LOCATION_DEVICE && !managed)
         h = here_of_device(props->location.id);
     own_lock(&all->lock);
     struct reserve *r = reserve_add(all);
     if (r)
-        *r = (struct reserve){.kind = RESERVE_POOL, .ordinal = h.ordinal, .device = h.device, .pool = *out};
+        *r = (struct reserve){.kind = RESERVE_POOL, .ordinal = h.ordinal, .device = h.device, .managed = managed,
+                              .pool = *out};
     own_unlock(&all->lock);
     return result;
 }
@@ -237,16 +254,35 @@ static bool managed_refused(int type)
     return false;
 }
 
+/* Called after a query for a pool: enters a pool of managed memory, whose allocations the guard
+ * could not recognise otherwise. */
+static CUresult found(CUresult result, const CUmemoryPool *out, int type)
+{
+    struct reserves *all = guard_page && guard_initialised() ? reserves() : NULL;
+    if (result || !all || type != ALLOC_TYPE_MANAGED)
+        return result;
+    own_lock(&all->lock);
+    struct reserve *r = reserve_find(all, *out);
+    if (!r && (r = reserve_add(all)))
+        *r = (struct reserve){.kind = RESERVE_POOL, .ordinal = -1, .managed = true, .pool = *out};
+    own_unlock(&all->lock);
+    return result;
+}
+
 CUresult wrap_cuMemGetDefaultMemPool(CUmemoryPool *out, CUmemLocation *location, int type)
 {
     ENTER;
-    return managed_refused(type) ? CUDA_ERROR_NOT_SUPPORTED : REAL(cuMemGetDefaultMemPool)(out, location, type);
+    if (managed_refused(type))
+        return CUDA_ERROR_NOT_SUPPORTED;
+    return found(REAL(cuMemGetDefaultMemPool)(out, location, type), out, type);
 }
 
 CUresult wrap_cuMemGetMemPool(CUmemoryPool *out, CUmemLocation *location, int type)
 {
     ENTER;
-    return managed_refused(type) ? CUDA_ERROR_NOT_SUPPORTED : REAL(cuMemGetMemPool)(out, location, type);
+    if (managed_refused(type))
+        return CUDA_ERROR_NOT_SUPPORTED;
+    return found(REAL(cuMemGetMemPool)(out, location, type), out, type);
 }
 
 #define KNOWN(pool)                                       \
