@@ -10,10 +10,11 @@
 
 struct array {
     uint32_t magic;
-    int device;
+    struct context *context;
     uint64_t bytes;
     CUDA_ARRAY3D_DESCRIPTOR descriptor;
     bool level; /* a level of a mipmap; the mipmap owns the bytes */
+    struct array *next;
 };
 
 #define MAX_LEVELS 32
@@ -22,7 +23,16 @@ struct mipmap {
     uint32_t magic;
     unsigned levels;
     struct array level[MAX_LEVELS];
+    struct mipmap *next;
 };
+
+static struct array *arrays; /* driver.lock protects these two lists */
+static struct mipmap *mipmaps;
+
+static void release(const struct context *c, uint64_t bytes)
+{
+    machine_release(driver.slot, driver.device[c->device].physical, bytes);
+}
 
 static unsigned format_bytes(int format)
 {
@@ -61,11 +71,14 @@ EXPORT CUresult cuArray3DCreate_v2(CUarray *out, const CUDA_ARRAY3D_DESCRIPTOR *
     struct array *a = calloc(1, sizeof *a);
     if (!a)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    *a = (struct array){MAGIC_ARRAY, c->device, bytes, *d, false};
-    if (!machine_charge(driver.slot, driver.device[c->device].physical, a->bytes)) {
+    if (!machine_charge(driver.slot, driver.device[c->device].physical, bytes)) {
         free(a);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
+    pthread_mutex_lock(&driver.lock);
+    *a = (struct array){MAGIC_ARRAY, c, bytes, *d, false, arrays};
+    arrays = a;
+    pthread_mutex_unlock(&driver.lock);
     *out = a;
     return CUDA_SUCCESS;
 }
@@ -79,13 +92,28 @@ EXPORT CUresult cuArrayCreate_v2(CUarray *out, const CUDA_ARRAY_DESCRIPTOR *d)
     return cuArray3DCreate_v2(out, &wide);
 }
 
+/* Makes the handle invalid, and frees the device memory, but not the memory behind the handle. */
+static void array_end(struct array **link)
+{
+    struct array *a = *link;
+    *link = a->next;
+    release(a->context, a->bytes);
+    a->magic = 0;
+}
+
 EXPORT CUresult cuArrayDestroy(CUarray a)
 {
     GATED;
-    if (!a || a->magic != MAGIC_ARRAY || a->level)
+    pthread_mutex_lock(&driver.lock);
+    bool bad = !a || a->magic != MAGIC_ARRAY || a->level;
+    for (struct array **link = &arrays; !bad && *link; link = &(*link)->next)
+        if (*link == a) {
+            array_end(link);
+            break;
+        }
+    pthread_mutex_unlock(&driver.lock);
+    if (bad)
         return CUDA_ERROR_INVALID_HANDLE;
-    machine_release(driver.slot, driver.device[a->device].physical, a->bytes);
-    a->magic = 0;
     free(a);
     return CUDA_SUCCESS;
 }
@@ -129,7 +157,7 @@ EXPORT CUresult cuMipmappedArrayCreate(CUmipmappedArray *out, const CUDA_ARRAY3D
     for (bool last = false; m->levels < levels && !last && !result; m->levels++) {
         uint64_t bytes = 0;
         result = measure(&shape, &bytes);
-        m->level[m->levels] = (struct array){MAGIC_ARRAY, c->device, bytes, shape, true};
+        m->level[m->levels] = (struct array){MAGIC_ARRAY, c, bytes, shape, true, NULL};
         last = shape.Width <= 1 && shape.Height <= 1 && shape.Depth <= 1; /* the smallest level */
         shape.Width = halve(shape.Width);
         shape.Height = halve(shape.Height);
@@ -137,11 +165,16 @@ EXPORT CUresult cuMipmappedArrayCreate(CUmipmappedArray *out, const CUDA_ARRAY3D
     }
     if (!result && !machine_charge(driver.slot, driver.device[c->device].physical, total(m)))
         result = CUDA_ERROR_OUT_OF_MEMORY;
-    if (result)
+    if (result) {
         free(m);
-    else
-        *out = m;
-    return result;
+        return result;
+    }
+    pthread_mutex_lock(&driver.lock);
+    m->next = mipmaps;
+    mipmaps = m;
+    pthread_mutex_unlock(&driver.lock);
+    *out = m;
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuMipmappedArrayGetLevel(CUarray *out, CUmipmappedArray m, unsigned level)
@@ -156,13 +189,44 @@ EXPORT CUresult cuMipmappedArrayGetLevel(CUarray *out, CUmipmappedArray m, unsig
     return CUDA_SUCCESS;
 }
 
+static void mipmap_end(struct mipmap **link)
+{
+    struct mipmap *m = *link;
+    *link = m->next;
+    release(m->level[0].context, total(m));
+    m->magic = 0;
+    for (unsigned i = 0; i < m->levels; i++)
+        m->level[i].magic = 0;
+}
+
 EXPORT CUresult cuMipmappedArrayDestroy(CUmipmappedArray m)
 {
     GATED;
-    if (!m || m->magic != MAGIC_MIPMAP)
+    pthread_mutex_lock(&driver.lock);
+    bool bad = !m || m->magic != MAGIC_MIPMAP;
+    for (struct mipmap **link = &mipmaps; !bad && *link; link = &(*link)->next)
+        if (*link == m) {
+            mipmap_end(link);
+            break;
+        }
+    pthread_mutex_unlock(&driver.lock);
+    if (bad)
         return CUDA_ERROR_INVALID_HANDLE;
-    machine_release(driver.slot, driver.device[m->level[0].device].physical, total(m));
-    m->magic = 0;
     free(m);
     return CUDA_SUCCESS;
+}
+
+/* Like the handle of a context, the handles of its arrays stay readable. */
+void arrays_end(const struct context *c)
+{
+    for (struct array **link = &arrays; *link;)
+        if ((*link)->context == c)
+            array_end(link);
+        else
+            link = &(*link)->next;
+    for (struct mipmap **link = &mipmaps; *link;)
+        if ((*link)->level[0].context == c)
+            mipmap_end(link);
+        else
+            link = &(*link)->next;
 }

@@ -93,27 +93,39 @@ CUresult context_new(int device, unsigned flags, struct context **out)
     return CUDA_SUCCESS;
 }
 
+/* Ends what was allocated in a context. Memory of a pool stays: the driver associates it with no
+ * context (the manual, cuCtxDestroy). */
+static void allocations_end(const struct context *c)
+{
+    for (size_t i = driver.allocations; i-- > 0;) {
+        struct allocation a = driver.allocation[i];
+        if (a.context != c || a.kind == ALLOC_VMM)
+            continue;
+        if (a.kind == ALLOC_POOL) {
+            driver.allocation[i].context = NULL;
+            continue;
+        }
+        if (a.kind == ALLOC_GRAPH) {
+            graph_memory_free(a.graph); /* this also removes the allocation from the table */
+            continue;
+        }
+        if (a.kind == ALLOC_DEVICE)
+            device_release(&a, true);
+        else if (a.kind != ALLOC_REGISTERED) /* registered memory belongs to the program */
+            host_release(&a);
+        allocation_remove(&driver.allocation[i]);
+    }
+}
+
 /* Ends a context, but does not free the memory behind its handle. This memory only gets a mark. So
  * a program that uses the handle later gets an error and does not crash. */
 void context_end(struct context *c)
 {
     c->destroyed = true;
-    for (size_t i = driver.allocations; i-- > 0;) {
-        struct allocation a = driver.allocation[i];
-        if (a.context != c || a.kind == ALLOC_REGISTERED || a.kind == ALLOC_VMM)
-            continue;
-        if (a.kind == ALLOC_GRAPH) {
-            graph_memory_free(a.graph); /* this also removes the allocation from the table */
-            continue;
-        }
-        if (a.kind == ALLOC_POOL)
-            pool_free(&driver.allocation[i]);
-        else if (a.kind == ALLOC_DEVICE)
-            device_release(&a, true);
-        else
-            host_release(&a);
-        allocation_remove(&driver.allocation[i]);
-    }
+    allocations_end(c);
+    arrays_end(c);
+    vmm_imports_end(c);
+    events_end(c);
     for (struct stream *s = driver.streams; s; s = s->next)
         if (s->context == c) {
             capture_drop(s);
@@ -441,9 +453,7 @@ EXPORT CUresult cuCtxSynchronize_v2(CUcontext c)
     uint64_t tail = driver_tail(c);
     pthread_mutex_unlock(&driver.lock);
     sleep_until(tail);
-    pthread_mutex_lock(&driver.lock);
-    pools_trim_idle();
-    pthread_mutex_unlock(&driver.lock);
+    pools_trim_synced();
     return driver_sticky();
 }
 

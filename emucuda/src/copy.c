@@ -30,17 +30,38 @@ struct transfer {
     size_t to_pitch, from_pitch, width, rows;
 };
 
+/* Computes the number of bytes from the begin of the first row to the end of the last one. Returns
+ * false if the number overflows. */
+static bool reach(size_t pitch, size_t rows, size_t width, uint64_t *out)
+{
+    return !__builtin_mul_overflow(pitch, rows - 1, out) && !__builtin_add_overflow(*out, width, out);
+}
+
+/* Adds the offset of byte `x` in row `y` of plane `z` to `*address`. Returns false if the sum
+ * overflows. */
+static bool locate(uint64_t *address, size_t x, size_t y, size_t z, size_t height, size_t pitch)
+{
+    uint64_t offset;
+    return !__builtin_mul_overflow(z, height, &offset) && !__builtin_add_overflow(offset, y, &offset) &&
+           !__builtin_mul_overflow(offset, pitch, &offset) && !__builtin_add_overflow(offset, x, &offset) &&
+           !__builtin_add_overflow(*address, offset, address);
+}
+
 static CUresult move(const struct transfer *t, CUstream stream, bool wait)
 {
+    uint64_t to_bytes, from_bytes;
     struct stream *s;
     void *to = NULL, *from = NULL;
     int to_device = -1, from_device = -1;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     if (!result && t->rows && t->width) {
-        result = resolve(t->to, t->to_pitch * (t->rows - 1) + t->width, &to, &to_device);
+        if (!reach(t->to_pitch, t->rows, t->width, &to_bytes) || !reach(t->from_pitch, t->rows, t->width, &from_bytes))
+            result = CUDA_ERROR_INVALID_VALUE;
         if (!result)
-            result = resolve(t->from, t->from_pitch * (t->rows - 1) + t->width, &from, &from_device);
+            result = resolve(t->to, to_bytes, &to, &to_device);
+        if (!result)
+            result = resolve(t->from, from_bytes, &from, &from_device);
     }
     pthread_mutex_unlock(&driver.lock);
     if (result || !t->rows || !t->width)
@@ -159,9 +180,10 @@ static CUresult copy2d(const CUDA_MEMCPY2D *p, CUstream stream, bool wait)
         return CUDA_ERROR_NOT_SUPPORTED; /* an array's bytes cannot be read or written here */
     if (from_pitch < p->WidthInBytes || to_pitch < p->WidthInBytes)
         return CUDA_ERROR_INVALID_VALUE;
-    struct transfer t = {to + p->dstY * to_pitch + p->dstXInBytes,
-                         from + p->srcY * from_pitch + p->srcXInBytes,
-                         to_pitch, from_pitch, p->WidthInBytes, p->Height};
+    if (!locate(&to, p->dstXInBytes, p->dstY, 0, 0, to_pitch) ||
+        !locate(&from, p->srcXInBytes, p->srcY, 0, 0, from_pitch))
+        return CUDA_ERROR_INVALID_VALUE;
+    struct transfer t = {to, from, to_pitch, from_pitch, p->WidthInBytes, p->Height};
     return transfer(&t, stream, wait);
 }
 
@@ -181,10 +203,13 @@ static CUresult planes(const CUDA_MEMCPY3D *p, CUstream stream, bool wait)
     size_t to_height = p->dstHeight ? p->dstHeight : p->Height;
     if (!from || !to)
         return CUDA_ERROR_NOT_SUPPORTED;
+    if (from_pitch < p->WidthInBytes || to_pitch < p->WidthInBytes)
+        return CUDA_ERROR_INVALID_VALUE;
     for (size_t z = 0; z < p->Depth; z++) {
-        struct transfer t = {to + ((p->dstZ + z) * to_height + p->dstY) * to_pitch + p->dstXInBytes,
-                             from + ((p->srcZ + z) * from_height + p->srcY) * from_pitch + p->srcXInBytes,
-                             to_pitch, from_pitch, p->WidthInBytes, p->Height};
+        struct transfer t = {to, from, to_pitch, from_pitch, p->WidthInBytes, p->Height};
+        if (!locate(&t.to, p->dstXInBytes, p->dstY, p->dstZ + z, to_height, to_pitch) ||
+            !locate(&t.from, p->srcXInBytes, p->srcY, p->srcZ + z, from_height, from_pitch))
+            return CUDA_ERROR_INVALID_VALUE;
         CUresult result = move(&t, stream, wait);
         if (result)
             return result;
@@ -214,13 +239,15 @@ static CUresult fill_lines(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream, bo
     struct stream *s;
     void *host = NULL;
     int device = -1;
+    uint64_t line, bytes = 0;
     size_t width = p->width, rows = p->height, unit = p->elementSize;
-    if (p->dst % unit || (rows > 1 && p->pitch < width * unit))
+    if (p->dst % unit || __builtin_mul_overflow(width, unit, &line) || (rows > 1 && p->pitch < line) ||
+        (rows && !reach(p->pitch, rows, line, &bytes)))
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     if (!result && width && rows)
-        result = resolve(p->dst, p->pitch * (rows - 1) + width * unit, &host, &device);
+        result = resolve(p->dst, bytes, &host, &device);
     uint64_t tail = result ? 0 : stream_submit(s, 0);
     pthread_mutex_unlock(&driver.lock);
     if (result || !width)
@@ -229,13 +256,13 @@ static CUresult fill_lines(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream, bo
     bool written = unit == 1 && rows == 1 && width >= GRANULE &&
                    arena_write(device, p->dst, memset(piece, (int)p->value, sizeof piece), width, true);
     for (size_t row = 0; row < rows && !written; row++) {
-        char *line = (char *)host + row * p->pitch;
+        char *to = (char *)host + row * p->pitch;
         if (unit == 1)
-            memset(line, (int)p->value, width);
+            memset(to, (int)p->value, width);
         for (size_t i = 0; unit == 2 && i < width; i++)
-            ((uint16_t *)line)[i] = (uint16_t)p->value;
+            ((uint16_t *)to)[i] = (uint16_t)p->value;
         for (size_t i = 0; unit == 4 && i < width; i++)
-            ((uint32_t *)line)[i] = p->value;
+            ((uint32_t *)to)[i] = p->value;
     }
     if (wait)
         sleep_until(tail);

@@ -103,7 +103,7 @@ EXPORT CUresult cuDeviceGetLuid(char *luid, unsigned *mask, CUdevice d)
  * values are those of an Ampere-class board; 0 stands for a feature that the emulation lacks, and
  * for an attribute that is not listed. If the values were those of a later board, compilers would
  * make instructions that ptx/ does not interpret (wgmma). */
-static int attribute(int number, int d)
+int device_attribute(int number, int d)
 {
     switch (number) {
     case 1: return 1024;        /* MAX_THREADS_PER_BLOCK */
@@ -160,7 +160,7 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, int number, CUdevice d)
     DEVICE(d);
     if (number < 1 || number > 200)
         return CUDA_ERROR_INVALID_VALUE;
-    *value = attribute(number, d);
+    *value = device_attribute(number, d);
     return CUDA_SUCCESS;
 }
 
@@ -169,8 +169,8 @@ EXPORT CUresult cuDeviceComputeCapability(int *major, int *minor, CUdevice d)
     DEVICE(d);
     if (!major || !minor)
         return CUDA_ERROR_INVALID_VALUE;
-    *major = attribute(75, d);
-    *minor = attribute(76, d);
+    *major = device_attribute(75, d);
+    *minor = device_attribute(76, d);
     return CUDA_SUCCESS;
 }
 
@@ -183,7 +183,7 @@ EXPORT CUresult cuDeviceGetProperties(int *properties, CUdevice d)
      * clock, texture alignment. */
     static const int numbers[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14};
     for (unsigned i = 0; i < 14; i++)
-        properties[i] = attribute(numbers[i], d);
+        properties[i] = device_attribute(numbers[i], d);
     return CUDA_SUCCESS;
 }
 

@@ -43,7 +43,7 @@ struct allocation {
     int kind;
     int device; /* visible ordinal; -1: host */
     unsigned flags;
-    struct context *context;
+    struct context *context; /* NULL: the memory belongs to no context, or to one that has ended */
     struct pool *pool;
     struct graph_memory *graph;
     bool shared; /* the memory is exported, and shared_count() counts it */
@@ -112,6 +112,7 @@ struct event {
     uint64_t own;  /* the time of an event that is not shared */
     uint64_t *time;
     int fd; /* file with the time of a shared event; -1: none */
+    struct event *previous, *next; /* in the list of all events */
 };
 
 struct pool {
@@ -142,6 +143,7 @@ struct driver {
     size_t allocations, allocations_room;
     struct context *contexts;
     struct stream *streams;
+    struct event *events;
     struct pool *pools;
     uint64_t next_id;
     uint32_t inflight;       /* number of calls inside the gate; the lock waits on this futex word
@@ -159,6 +161,7 @@ CUresult driver_check(void); /* whether the driver is initialised and this proce
                               * of a fork() */
 CUresult driver_sticky(void); /* the error that ended the contexts, or success */
 CUresult gate_enter(int *passed);
+int gate_try(void); /* like gate_enter(), but does not wait: returns 0 if the gate is closed */
 void gate_leave(const int *passed);
 void gate_inside(int change); /* 1: the thread begins a host call; -1: the thread ends a host call.
                                * Inside a host call, the thread's own calls pass a closed gate. */
@@ -200,6 +203,9 @@ bool sync_returns_early(void); /* returns true while the process is LOCKED; cras
 /* Most calls with a stream make this check. Copies, kernel launches, allocations, synchronise calls
  * and cuStreamQuery do not make it. */
 #define REQUIRE_STREAM(stream) REQUIRE_HANDLE(!stream_bad(stream))
+
+/* ---- device.c ---- */
+int device_attribute(int number, int device); /* by the attribute's number in the Driver API */
 
 /* ---- context.c ---- */
 CUresult context_current(struct context **out);
@@ -245,11 +251,15 @@ CUresult resolve(uint64_t address, uint64_t size, void **host, int *device);
 /* ---- pool.c ---- */
 struct pool *pool_default(int device);
 void pools_trim_idle(void);
+void pools_trim_synced(void); /* call this without the lock at the end of a synchronise call */
 CUresult pool_free(struct allocation *a);
 struct pool *pool_for_graphs(int device);
 CUresult pool_reserve(struct pool *pool, uint64_t bytes); /* makes room for `bytes` more used
                                                            * bytes */
 void pool_trim(struct pool *pool, uint64_t keep);
+
+/* ---- array.c ---- */
+void arrays_end(const struct context *c); /* call this with the lock held when the context ends */
 
 /* ---- graph_memory.c ---- */
 struct graph_memory;
@@ -261,9 +271,12 @@ struct share;
 uint64_t vmm_mapped_bytes(uint64_t address, uint64_t *start);
 CUresult vmm_resolve(uint64_t address, uint64_t size, void **host, int *device);
 void vmm_poison(bool poisoned);
-/* Maps memory of another process. */
-CUresult vmm_import(const struct share *share, CUdeviceptr *out);
+/* Maps memory of another process. If `context` is not NULL, the mapping ends with this context, and
+ * a second import of the same memory into it returns the same address. The mapping then ends only
+ * when it was closed as often as it was imported. */
+CUresult vmm_import(const struct share *share, struct context *context, CUdeviceptr *out);
 bool vmm_import_close(uint64_t address);
+void vmm_imports_end(const struct context *c);
 
 /* ---- share.c ---- */
 enum { SHARE_IPC = 1, SHARE_EVENT, SHARE_VMM, SHARE_POOL, SHARE_POINTER };
@@ -271,6 +284,7 @@ struct share {
     int device; /* visible ordinal */
     bool own;   /* this process has exported it */
     int pid, fd;
+    uint64_t start;        /* start time of that process */
     uint64_t offset, size; /* place in the memfd of the device */
 };
 void shared_count(int change);
@@ -283,6 +297,7 @@ void event_unshare(struct event *event);
 
 /* ---- stream.c ---- */
 struct event *event_new(struct context *context, unsigned flags);
+void events_end(const struct context *c); /* call this with the lock held when the context ends */
 /* Returns true if the handle is neither a stream nor a default stream. Call this without the
  * lock. */
 bool stream_bad(CUstream handle);

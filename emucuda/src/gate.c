@@ -66,6 +66,15 @@ CUresult gate_enter(int *passed)
     return driver_sticky();
 }
 
+int gate_try(void)
+{
+    __atomic_add_fetch(&driver.inflight, 1, __ATOMIC_SEQ_CST);
+    if (inside || !__atomic_load_n(&driver.closed, __ATOMIC_SEQ_CST))
+        return 1;
+    leave();
+    return 0;
+}
+
 void gate_leave(const int *passed)
 {
     if (*passed)

@@ -210,7 +210,7 @@ EXPORT CUresult cuGraphAddKernelNode(CUgraphNode *out, CUgraph g, const CUgraphN
     struct launch launch = {{p->gridDimX, p->gridDimY, p->gridDimZ}, {p->blockDimX, p->blockDimY, p->blockDimZ},
                             p->sharedMemBytes, false};
     void **params = launch_params(p->func, p->kernelParams, p->extra, list);
-    if (launch_bad(&launch) || (p->func->params && !params))
+    if (launch_bad(p->func, &launch) || (p->func->params && !params))
         return CUDA_ERROR_INVALID_VALUE;
     struct node *node = node_add(g, NODE_KERNEL);
     CUresult result = node ? node_set_launch(node, p->func, &launch, params) : CUDA_ERROR_OUT_OF_MEMORY;

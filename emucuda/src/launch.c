@@ -5,7 +5,9 @@
  */
 #include "module.h"
 
-enum { LAUNCH_ATTRIBUTE_COOPERATIVE = 2, MAX_SHARED = 163 << 10 };
+enum { LAUNCH_ATTRIBUTE_COOPERATIVE = 2 };
+/* Numbers of a device's attributes. The attributes for Y and Z follow the one for X. */
+enum { MAX_THREADS_PER_BLOCK = 1, MAX_BLOCK_DIM_X, MAX_GRID_DIM_X = 5 };
 
 EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, CUfunction f, int size,
                                                                      size_t shared, unsigned flags)
@@ -62,10 +64,16 @@ void **launch_params(CUfunction k, void **params, void **extra, void **list)
     return buffer ? list : NULL;
 }
 
-bool launch_bad(const struct launch *l)
+bool launch_bad(CUfunction k, const struct launch *l)
 {
-    uint64_t threads = (uint64_t)l->block[0] * l->block[1] * l->block[2];
-    return !l->grid[0] || !l->grid[1] || !l->grid[2] || !threads || threads > 1024 || l->shared > MAX_SHARED;
+    uint64_t threads = 1;
+    for (int i = 0; i < 3; i++) {
+        if (!l->grid[i] || l->grid[i] > (unsigned)device_attribute(MAX_GRID_DIM_X + i, 0) ||
+            !l->block[i] || l->block[i] > (unsigned)device_attribute(MAX_BLOCK_DIM_X + i, 0))
+            return true;
+        threads *= l->block[i];
+    }
+    return threads > (unsigned)device_attribute(MAX_THREADS_PER_BLOCK, 0) || l->shared > (unsigned)k->dynamic_shared;
 }
 
 static CUresult launch_any(CUfunction k, CUstream stream, const struct launch *launch, void **params, void **extra)
@@ -76,7 +84,7 @@ static CUresult launch_any(CUfunction k, CUstream stream, const struct launch *l
     if (kernel_bad(k))
         return CUDA_ERROR_INVALID_HANDLE;
     params = launch_params(k, params, extra, list);
-    if (launch_bad(launch) || (k->params && !params))
+    if (launch_bad(k, launch) || (k->params && !params))
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);

@@ -100,6 +100,8 @@ CUresult resolve(uint64_t address, uint64_t size, void **host, int *device)
     if (device)
         *device = -1;
     *host = (void *)address;
+    if (size > UINT64_MAX - address)
+        return CUDA_ERROR_INVALID_VALUE;
     if (address < driver.base || address >= driver.base + driver.span)
         return address || !size ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     if (address >= driver.vmm_window)
@@ -158,8 +160,11 @@ EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width
     CHECKED;
     if (!pitch || (element != 4 && element != 8 && element != 16) || !width || !height)
         return CUDA_ERROR_INVALID_VALUE;
+    size_t size;
     *pitch = round_up(width, 512);
-    return cuMemAlloc_v2(out, *pitch * height);
+    if (*pitch < width || __builtin_mul_overflow(*pitch, height, &size))
+        size = SIZE_MAX; /* more than any device has */
+    return cuMemAlloc_v2(out, size);
 }
 
 EXPORT CUresult cuMemFree_v2(CUdeviceptr address)

@@ -15,6 +15,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+enum { MAX_DYNAMIC_SHARED = 8 }; /* number of a kernel's attribute */
+enum { MAX_SHARED_PER_BLOCK = 8, MAX_SHARED_PER_BLOCK_OPTIN = 97 }; /* numbers of a device's attributes */
+
 static struct module *modules; /* driver.lock protects this list */
 
 static void module_free(struct module *m)
@@ -98,6 +101,7 @@ static CUresult parse_ptx(char *text, struct module *m)
         k->magic = MAGIC_KERNEL;
         k->module = m;
         k->name = strndup(p, length);
+        k->dynamic_shared = device_attribute(MAX_SHARED_PER_BLOCK, 0);
         *tail = k;
         tail = &k->next;
         m->count++;
@@ -429,7 +433,7 @@ EXPORT CUresult cuFuncGetAttribute(int *value, int which, CUfunction f)
     case 0: *value = 1024; break; /* MAX_THREADS_PER_BLOCK */
     case 4: *value = 32; break;   /* NUM_REGS */
     case 5: case 6: *value = 80; break; /* PTX_VERSION, BINARY_VERSION */
-    case 8: *value = f->dynamic_shared ? f->dynamic_shared : 49152; break;
+    case MAX_DYNAMIC_SHARED: *value = f->dynamic_shared; break;
     default:
         if (which < 0 || which > 15)
             return CUDA_ERROR_INVALID_VALUE;
@@ -443,8 +447,11 @@ EXPORT CUresult cuFuncSetAttribute(CUfunction f, int which, int value)
     CHECKED;
     if (kernel_bad(f))
         return CUDA_ERROR_INVALID_HANDLE;
-    if (which == 8)
-        f->dynamic_shared = value;
+    if (which != MAX_DYNAMIC_SHARED)
+        return CUDA_SUCCESS;
+    if (value < 0 || value > device_attribute(MAX_SHARED_PER_BLOCK_OPTIN, 0))
+        return CUDA_ERROR_INVALID_VALUE;
+    f->dynamic_shared = value;
     return CUDA_SUCCESS;
 }
 

@@ -16,7 +16,7 @@ struct kernel {
     char *name;
     uint32_t params;
     uint32_t offset[MAX_PARAMS], size[MAX_PARAMS];
-    int dynamic_shared;
+    int dynamic_shared; /* the most dynamic shared memory of a launch, in bytes */
     struct code *code[MAX_DEVICES]; /* [d]: the kernel's compiled code for device d, see ptx/ */
     uint64_t storage[MAX_DEVICES];  /* [d]: on device d, the address that the module's variables had
                                      * when the kernel was compiled */
@@ -36,8 +36,8 @@ struct module {
  * `extra`, the function fills `list` and returns it. */
 void **launch_params(CUfunction k, void **params, void **extra, void **list);
 
-bool launch_bad(const struct launch *launch); /* launch.c: whether the shape of the launch is
-                                               * invalid */
+/* launch.c: whether the kernel cannot be launched in this shape. */
+bool launch_bad(CUfunction k, const struct launch *launch);
 
 static inline bool kernel_bad(const struct kernel *k) { return !k || k->magic != MAGIC_KERNEL; }
 

@@ -64,10 +64,11 @@ static bool pool_valid(const struct pool *pool)
 
 void pool_trim(struct pool *p, uint64_t keep)
 {
-    uint64_t target = (p->used + GRANULE - 1) / GRANULE * GRANULE;
-    if (target < keep)
-        target = keep / GRANULE * GRANULE;
-    if (p->device < 0 || p->reserved <= target)
+    uint64_t least = p->used > keep ? p->used : keep;
+    if (p->device < 0 || least >= p->reserved) /* so the sum below does not overflow */
+        return;
+    uint64_t target = (least + GRANULE - 1) / GRANULE * GRANULE; /* at least `keep` bytes stay */
+    if (p->reserved <= target)
         return;
     machine_release(driver.slot, driver.device[p->device].physical, p->reserved - target);
     p->reserved = target;
@@ -77,6 +78,18 @@ void pools_trim_idle(void)
 {
     for (struct pool *p = driver.pools; p; p = p->next)
         pool_trim(p, p->destroyed ? 0 : p->threshold);
+}
+
+/* A synchronise call can return after the process was locked. While the process is suspended, its
+ * device memory is not charged, so the pools must not release any. */
+void pools_trim_synced(void)
+{
+    __attribute__((cleanup(gate_leave))) int passed = gate_try();
+    if (!passed)
+        return;
+    pthread_mutex_lock(&driver.lock);
+    pools_trim_idle();
+    pthread_mutex_unlock(&driver.lock);
 }
 
 CUresult pool_reserve(struct pool *p, uint64_t bytes)
@@ -385,7 +398,7 @@ EXPORT CUresult cuMemPoolImportPointer(CUdeviceptr *out, CUmemoryPool pool, CUip
     CUresult found = out && data ? share_unpack(data, SHARE_POINTER, &share) : CUDA_ERROR_INVALID_VALUE;
     if (found)
         return found;
-    WITH_POOL(pool, result = pool->imported && !share.own ? vmm_import(&share, out) : CUDA_ERROR_INVALID_VALUE);
+    WITH_POOL(pool, result = pool->imported && !share.own ? vmm_import(&share, NULL, out) : CUDA_ERROR_INVALID_VALUE);
 }
 
 static CUresult device_pool(CUmemoryPool *out, CUdevice device, bool current)

@@ -74,7 +74,7 @@ static CUresult check(const struct record *r, int kind, struct share *out)
     if (r->magic != RECORD_MAGIC || r->kind != kind || process_start(r->pid) != r->start)
         return CUDA_ERROR_INVALID_VALUE;
     *out = (struct share){.device = -1, .own = r->pid == getpid(), .offset = r->offset, .size = r->size,
-                          .pid = r->pid, .fd = r->fd};
+                          .pid = r->pid, .fd = r->fd, .start = r->start};
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].physical == r->device)
             out->device = i;
@@ -135,7 +135,7 @@ EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle handle, u
     if (result)
         return result;
     pthread_mutex_lock(&driver.lock);
-    result = vmm_import(&share, out);
+    result = vmm_import(&share, c, out);
     pthread_mutex_unlock(&driver.lock);
     return result;
 }

@@ -201,9 +201,7 @@ EXPORT CUresult cuStreamSynchronize(CUstream stream)
     if (result)
         return result;
     sleep_until(tail);
-    pthread_mutex_lock(&driver.lock);
-    pools_trim_idle();
-    pthread_mutex_unlock(&driver.lock);
+    pools_trim_synced();
     return driver_sticky();
 }
 
@@ -216,7 +214,8 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
     /* This call crashes a suspended process, as a synchronise call does. For a locked process it
      * goes on, and returns the true state of the stream. */
     sync_returns_early();
-    WITH_STREAM(stream, result = now_ns() >= stream_tail(s) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
+    WITH_STREAM(stream, result = driver_sticky();
+                if (!result && now_ns() < stream_tail(s)) result = CUDA_ERROR_NOT_READY);
 }
 
 EXPORT CUresult cuStreamGetFlags(CUstream stream, unsigned *flags)
@@ -330,7 +329,35 @@ struct event *event_new(struct context *context, unsigned flags)
     e->flags = flags;
     e->time = &e->own;
     e->fd = -1;
+    pthread_mutex_lock(&driver.lock);
+    e->next = driver.events;
+    if (e->next)
+        e->next->previous = e;
+    driver.events = e;
+    pthread_mutex_unlock(&driver.lock);
     return e;
+}
+
+/* Makes the event's handle invalid, and removes the event from the list. */
+static void event_end(struct event *e)
+{
+    event_unshare(e);
+    event_unmark(e);
+    e->magic = 0;
+    *(e->previous ? &e->previous->next : &driver.events) = e->next;
+    if (e->next)
+        e->next->previous = e->previous;
+}
+
+/* Keeps the memory behind the handles of these events. So a program that uses such a handle later
+ * gets an error and does not crash. */
+void events_end(const struct context *c)
+{
+    for (struct event *e = driver.events, *next; e; e = next) {
+        next = e->next;
+        if (e->context == c)
+            event_end(e);
+    }
 }
 
 EXPORT CUresult cuEventCreate(CUevent *out, unsigned flags)
@@ -352,13 +379,30 @@ EXPORT CUresult cuEventDestroy_v2(CUevent e)
 {
     REQUIRE_HANDLE(e);
     GATED;
-    if (event_bad(e))
+    pthread_mutex_lock(&driver.lock);
+    bool bad = event_bad(e);
+    if (!bad)
+        event_end(e);
+    pthread_mutex_unlock(&driver.lock);
+    if (bad)
         return CUDA_ERROR_INVALID_HANDLE;
-    event_unshare(e);
-    event_unmark(e);
-    e->magic = 0;
     free(e);
     return CUDA_SUCCESS;
+}
+
+/* An event can be recorded only in a stream of its own context. But an event of the primary context
+ * can also be recorded in a stream of a green context, which belongs to the primary context on
+ * hardware. Here a green context is a context of its own. */
+static CUresult check_recording(const struct event *e, CUstream stream)
+{
+    struct stream *s;
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    if (!result && s->context != e->context &&
+        !(s->context->device == e->context->device && (s->context->green || e->context->green)))
+        result = CUDA_ERROR_INVALID_HANDLE;
+    pthread_mutex_unlock(&driver.lock);
+    return result;
 }
 
 EXPORT CUresult cuEventRecordWithFlags(CUevent e, CUstream stream, unsigned flags)
@@ -369,6 +413,9 @@ EXPORT CUresult cuEventRecordWithFlags(CUevent e, CUstream stream, unsigned flag
         return CUDA_ERROR_INVALID_HANDLE;
     if (flags > 1)
         return CUDA_ERROR_INVALID_VALUE;
+    CUresult refused = check_recording(e, stream);
+    if (refused)
+        return refused;
     CUresult captured;
     if (capture_event(stream, e, false, &captured))
         return captured;
@@ -405,9 +452,11 @@ EXPORT CUresult cuEventSynchronize(CUevent e)
     REQUIRE_HANDLE(e);
     uint64_t time;
     CUresult result = event_wait_time(e, &time);
-    if (!result)
-        sleep_until(time);
-    return result;
+    if (result)
+        return result;
+    sleep_until(time);
+    pools_trim_synced();
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)

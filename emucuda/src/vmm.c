@@ -31,6 +31,9 @@ struct map {
     bool accessible;
     uint64_t imported; /* not 0: the address that vmm_import() returned; that call imported and
                         * mapped the memory */
+    unsigned opens;    /* number of imports that the program must still close */
+    struct context *context; /* of an import that ends with a context */
+    struct share from;       /* what was imported */
     struct map *next;
 };
 
@@ -256,7 +259,7 @@ EXPORT CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUmemG
     if (!result)
         result = arena_vmm_map(address, size, physical_fd(p), p->offset);
     if (!result) {
-        *m = (struct map){address, size, p, false, 0, maps};
+        *m = (struct map){.address = address, .size = size, .physical = p, .next = maps};
         maps = m;
         p->references++;
     }
@@ -372,10 +375,21 @@ static CUmemAllocationProp prop_of(int device)
                                  .location = {MEM_LOCATION_DEVICE, device}};
 }
 
+static bool same_memory(const struct share *a, const struct share *b)
+{
+    return a->pid == b->pid && a->start == b->start && a->fd == b->fd && a->offset == b->offset && a->size == b->size;
+}
+
 /* Maps all pages that contain the shared memory. `*out` is the address of the shared memory, which
  * may begin inside the first page. */
-CUresult vmm_import(const struct share *share, CUdeviceptr *out)
+CUresult vmm_import(const struct share *share, struct context *context, CUdeviceptr *out)
 {
+    for (struct map *m = maps; m && context; m = m->next)
+        if (m->context == context && same_memory(&m->from, share)) {
+            m->opens++;
+            *out = m->imported;
+            return CUDA_SUCCESS;
+        }
     struct share pages = *share;
     uint64_t head = share->offset % 4096;
     CUmemAllocationProp prop = prop_of(share->device);
@@ -394,26 +408,41 @@ CUresult vmm_import(const struct share *share, CUdeviceptr *out)
         free(m);
         return result;
     }
-    *m = (struct map){address, pages.size, p, true, address + head, maps};
+    *m = (struct map){.address = address, .size = pages.size, .physical = p, .accessible = true,
+                      .imported = address + head, .opens = 1, .context = context, .from = *share, .next = maps};
     maps = m;
     *out = m->imported;
     return CUDA_SUCCESS;
 }
 
+static void import_end(struct map **link)
+{
+    struct map *m = *link;
+    *link = m->next;
+    arena_vmm_unmap(m->address, m->size);
+    ranges_give(&driver.vmm_free, m->address, (m->size + GRANULE - 1) / GRANULE * GRANULE);
+    physical_drop(m->physical);
+    free(m);
+}
+
 bool vmm_import_close(uint64_t address)
 {
-    for (struct map **link = &maps; *link && address; link = &(*link)->next) {
-        struct map *m = *link;
-        if (m->imported != address)
-            continue;
-        *link = m->next;
-        arena_vmm_unmap(m->address, m->size);
-        ranges_give(&driver.vmm_free, m->address, (m->size + GRANULE - 1) / GRANULE * GRANULE);
-        physical_drop(m->physical);
-        free(m);
-        return true;
-    }
+    for (struct map **link = &maps; *link && address; link = &(*link)->next)
+        if ((*link)->imported == address) {
+            if (!--(*link)->opens)
+                import_end(link);
+            return true;
+        }
     return false;
+}
+
+void vmm_imports_end(const struct context *c)
+{
+    for (struct map **link = &maps; *link;)
+        if ((*link)->context == c)
+            import_end(link);
+        else
+            link = &(*link)->next;
 }
 
 EXPORT CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type,

@@ -181,6 +181,46 @@ static void case_streams_and_events(void)
     OK(cuStreamDestroy_v2(stream));
 }
 
+static void case_event_of_another_context(void)
+{
+    void *context = NULL, *event = NULL, *stream = NULL, *before = current_context();
+    OK(cuEventCreate(&event, 0));
+    OK(cuCtxCreate_v2(&context, 0, 0));
+    OK(cuStreamCreate(&stream, 1));
+    IS(cuEventRecord(event, stream), 400);
+    OK(cuCtxDestroy_v2(context));
+    OK(cuCtxSetCurrent(before));
+    OK(cuEventRecord(event, NULL));
+    OK(cuEventDestroy_v2(event));
+}
+
+static void case_sizes_that_overflow(void)
+{
+    uint64_t p = 0, q = 0;
+    size_t pitch = 0;
+    OK(cuMemAlloc_v2(&p, 4096));
+    IS(cuMemsetD32_v2(p, 0, (size_t)1 << 62), 1);
+    CHECK(cuMemAllocPitch_v2(&q, &pitch, 512, ((size_t)1 << 55) + 1, 4) != 0);
+    OK(cuMemFree_v2(p));
+}
+
+static void case_launch_limits(void)
+{
+    uint64_t p = 0, n = 0;
+    uint32_t add = 0;
+    void *params[] = {&p, &n, &add}, *k = add_kernel();
+    OK(cuLaunchKernel(k, 1, 1, 1, 1, 1, 64, 0, NULL, params, NULL));
+    IS(cuLaunchKernel(k, 1, 1, 1, 1, 1, 128, 0, NULL, params, NULL), 1);
+    IS(cuLaunchKernel(k, 1, 70000, 1, 1, 1, 1, 0, NULL, params, NULL), 1);
+    IS(cuLaunchKernel(k, 1, 1, 70000, 1, 1, 1, 0, NULL, params, NULL), 1);
+    IS(cuLaunchKernel(k, 1, 1, 1, 1, 1, 1, 50000, NULL, params, NULL), 1);
+    OK(cuFuncSetAttribute(k, 8, 50000)); /* MAX_DYNAMIC_SHARED_SIZE_BYTES */
+    OK(cuLaunchKernel(k, 1, 1, 1, 1, 1, 1, 50000, NULL, params, NULL));
+    IS(cuFuncSetAttribute(k, 8, 1 << 20), 1);
+    OK(cuFuncSetAttribute(k, 8, 49152));
+    OK(cuCtxSynchronize());
+}
+
 static void case_kernel(void)
 {
     enum { N = 1000 };
@@ -497,10 +537,10 @@ static void case_restore_without_room(void)
 const struct test tests[] = {
     CASE(version), CASE(symbols), CASE(error_names), CASE(device), CASE(needs_context),
     CASE(copies), CASE(copy_2d), CASE(out_of_memory), CASE(host_memory),
-    CASE(streams_and_events), CASE(kernel), CASE(pool), CASE(stream_values), CASE(primary_context_handle), CASE(vmm), CASE(graph_work),
+    CASE(streams_and_events), CASE(event_of_another_context), CASE(sizes_that_overflow), CASE(launch_limits), CASE(kernel), CASE(pool), CASE(stream_values), CASE(primary_context_handle), CASE(vmm), CASE(graph_work),
     CASE(graph_memory), CASE(graph_memory_outlives), CASE(graph_out_of_memory), CASE(capture),
     CASE(capture_two_streams), CASE(capture_refusals), CASE(graph_memory_suspended), CASE(ipc), CASE(ipc_event), CASE(shared_vmm), CASE(shared_pool),
-    CASE(exported_memory), CASE(mipmap), CASE(green_context), CASE(registered_memory), CASE(fork),
+    CASE(exported_memory), CASE(mipmap), CASE(green_context), CASE(registered_memory), CASE(context_end), CASE(fork),
     CASE(no_device_is_asked_again), CASE(state_machine), CASE(cuinit_is_enough), CASE(lock_timeout),
     CASE(copy_blocks), CASE(allocation_blocks), CASE(launch_blocks), CASE(event_query_blocks),
     CASE(managed_memory), CASE(kill_suspended), CASE(migration), CASE(sync_while_locked),

@@ -99,6 +99,7 @@ struct host_node {
     X(cuDeviceGetUuid_v2, (unsigned char *, int)) X(cuDeviceTotalMem_v2, (size_t *, int))          \
     X(cuDeviceGetAttribute, (int *, int, int)) X(cuDeviceGetPCIBusId, (char *, int, int))          \
     X(cuDevicePrimaryCtxRetain, (void **, int)) X(cuCtxSetCurrent, (void *)) X(cuDevicePrimaryCtxReset_v2, (int))                       \
+    X(cuCtxCreate_v2, (void **, unsigned, int)) X(cuCtxDestroy_v2, (void *))                       \
     X(cuCtxSynchronize, (void)) X(cuMemAlloc_v2, (uint64_t *, size_t)) X(cuMemFree_v2, (uint64_t)) \
     X(cuMemAllocPitch_v2, (uint64_t *, size_t *, size_t, size_t, unsigned))                        \
     X(cuMemAllocManaged, (uint64_t *, size_t, unsigned)) X(cuMemGetInfo_v2, (size_t *, size_t *))  \
@@ -114,6 +115,7 @@ struct host_node {
     X(cuEventQuery, (void *)) X(cuEventSynchronize, (void *)) X(cuEventElapsedTime, (float *, void *, void *)) \
     X(cuModuleLoadData, (void **, const void *)) X(cuModuleGetFunction, (void **, void *, const char *)) \
     X(cuLaunchKernel, (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **)) \
+    X(cuFuncSetAttribute, (void *, int, int))                                                      \
     X(cuDeviceGetDefaultMemPool, (void **, int)) X(cuMemPoolGetAttribute, (void *, int, void *))   \
     X(cuMemPoolTrimTo, (void *, size_t)) X(cuMemAllocAsync, (uint64_t *, size_t, void *))          \
     X(cuMemFreeAsync, (uint64_t, void *))                                                          \
@@ -159,6 +161,7 @@ struct host_node {
     X(cuMemPoolImportPointer, (uint64_t *, void *, struct handle *))                               \
     X(cuDeviceGetDevResource, (int, struct resource *, int))                                       \
     X(cuDevResourceGenerateDesc, (void **, struct resource *, unsigned))                           \
+    X(cuGreenCtxStreamCreate, (void **, void *, unsigned, int))                                     \
     X(cuGreenCtxCreate, (void **, void *, int, unsigned)) X(cuGreenCtxDestroy, (void *))           \
     X(cuCtxFromGreenCtx, (void **, void *))                                                        \
     X(cuMemHostRegister_v2, (void *, size_t, unsigned)) X(cuMemHostUnregister, (void *))           \

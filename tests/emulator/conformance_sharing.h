@@ -37,6 +37,9 @@ static void case_ipc(void)
     struct child c = start_with(&handle);
     IS(ask(&c, "ipc"), 0);
     IS(ask(&c, "verify"), 0);
+    IS(ask(&c, "ipc-again"), 0);
+    IS(ask(&c, "close"), 0);
+    IS(ask(&c, "verify"), 0); /* the handle was opened twice */
     IS(ask(&c, "close"), 0);
     CHECK(ask(&c, "verify") != 0);
     end(&c);
@@ -155,7 +158,7 @@ static void case_mipmap(void)
 static void case_green_context(void)
 {
     struct resource all;
-    void *desc = NULL, *green = NULL, *context = NULL, *before = current_context();
+    void *desc = NULL, *green = NULL, *context = NULL, *event = NULL, *stream = NULL, *before = current_context();
     uint64_t p = 0;
     OK(cuDeviceGetDevResource(0, &all, 1));
     OK(cuDevResourceGenerateDesc(&desc, &all, 1));
@@ -165,7 +168,46 @@ static void case_green_context(void)
     OK(cuMemAlloc_v2(&p, 4096));
     OK(cuMemFree_v2(p));
     OK(cuCtxSetCurrent(before));
+    /* An event of the primary context, in a stream of the green context. */
+    OK(cuEventCreate(&event, 0));
+    OK(cuGreenCtxStreamCreate(&stream, green, 1, 0));
+    OK(cuEventRecord(event, stream));
+    OK(cuEventSynchronize(event));
+    OK(cuEventDestroy_v2(event));
+    OK(cuStreamDestroy_v2(stream));
     OK(cuGreenCtxDestroy(green));
+}
+
+/* The end of a context frees its arrays and unregisters its host memory, but memory of a pool
+ * stays. */
+static void case_context_end(void)
+{
+    struct shape shape = {4096, 1024, 0, 0x20, 4, 0};
+    void *context = NULL, *mipmap = NULL, *stream = NULL, *pool = NULL, *host = aligned_alloc(4096, MIB);
+    void *before = current_context();
+    uint64_t p = 0;
+    uint32_t v = 0;
+    OK(cuDeviceGetDefaultMemPool(&pool, 0));
+    OK(cuMemPoolTrimTo(pool, 0));
+    size_t free_before = free_memory();
+    OK(cuCtxCreate_v2(&context, 0, 0));
+    OK(cuMipmappedArrayCreate(&mipmap, &shape, 1));
+    OK(cuMemHostRegister_v2(host, MIB, 0));
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuMemAllocAsync(&p, 2 * MIB, stream));
+    OK(cuMemsetD32Async(p, 0x01020304, 16, stream));
+    OK(cuStreamSynchronize(stream));
+    OK(cuCtxDestroy_v2(context));
+    OK(cuCtxSetCurrent(before));
+    OK(cuMemcpyDtoH_v2(&v, p + 60, 4));
+    IS(v, 0x01020304);
+    OK(cuMemHostRegister_v2(host, MIB, 0));
+    OK(cuMemHostUnregister(host));
+    OK(cuMemFreeAsync(p, NULL));
+    OK(cuCtxSynchronize());
+    OK(cuMemPoolTrimTo(pool, 0));
+    FREE_AGAIN(free_before);
+    free(host);
 }
 
 static void case_registered_memory(void)

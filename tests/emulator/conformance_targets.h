@@ -144,6 +144,14 @@ static int target_import(const char *how, int fd)
     return result ? result : cuMemSetAccess(target_memory, target_bytes, &access, 1);
 }
 
+/* Opens the handle of "ipc" again: the address is the same. */
+static int target_ipc_again(void)
+{
+    uint64_t again = 0;
+    int result = cuIpcOpenMemHandle_v2(&again, target_handle(), 1);
+    return result ? result : again == target_memory ? 0 : -5;
+}
+
 static int target_export(void)
 {
     struct handle handle;
@@ -249,6 +257,8 @@ static int obey(const char *word, size_t number)
         return target_alloc(number);
     if (!strcmp(word, "ipc") || !strcmp(word, "pool") || !strcmp(word, "vmm"))
         return target_import(word, (int)number);
+    if (!strcmp(word, "ipc-again"))
+        return target_ipc_again();
     if (!strcmp(word, "export"))
         return target_export();
     if (!strcmp(word, "close"))

@@ -102,6 +102,214 @@ def test_contexts_and_allocations_are_charged(watch):
     assert (look("used(0)"), look("processes(0)")) == (0, {})
 
 
+@pytest.mark.parametrize("end", ["cuCtxDestroy(c)", "cuDevicePrimaryCtxReset(0)"])
+def test_memory_of_a_pool_outlives_its_context(watch, end):
+    machine, look = watch
+    child = machine.target()
+    if "Primary" in end:
+        child.do("c = context()")
+    else:
+        child.do("context(); c = ok(D.cuCtxCreate(None, 0, 0))")
+    code = f"""
+    data = bytes_of(4 << 20)
+    stream = ok(D.cuStreamCreate(1))
+    p, q = (ok(D.cuMemAllocAsync(data.nbytes, stream)) for _ in range(2))
+    put(p, data)
+    ok(D.{end})
+    """
+    child.do(dedent(code))
+    assert look("used(0)") == (8 if "Primary" in end else 40) * MIB
+    code = """
+    context()
+    owner = D.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT
+    _ = (get(p, data.nbytes) == hashlib.sha256(data).hexdigest(),
+         int(ok(D.cuPointerGetAttribute(owner, p)) or 0))
+    """
+    assert child.do(dedent(code)) == (True, 0)
+    child.do("ok(D.cuMemFree(p)); ok(D.cuMemFreeAsync(q, 0)); ok(D.cuCtxSynchronize())")
+    assert look("used(0)") == 32 * MIB
+
+
+ARRAYS = """
+def shape(width):
+    d = D.CUDA_ARRAY3D_DESCRIPTOR()
+    d.Width, d.Height, d.NumChannels = width, 1024, 4
+    d.Format = D.CUarray_format.CU_AD_FORMAT_FLOAT
+    return d
+"""
+
+
+def test_arrays_end_with_their_context(watch):
+    machine, look = watch
+    child = machine.target()
+    code = """
+    context()
+    kept = ok(D.cuArray3DCreate(shape(256)))
+    c = ok(D.cuCtxCreate(None, 0, 0))
+    array, mipmap = ok(D.cuArray3DCreate(shape(1024))), ok(D.cuMipmappedArrayCreate(shape(1024), 2))
+    level = ok(D.cuMipmappedArrayGetLevel(mipmap, 1))
+    """
+    child.do(ARRAYS + dedent(code))
+    assert look("used(0)") == (32 + 4 + 16 + 20) * MIB
+    code = """
+    ok(D.cuCtxDestroy(c))
+    calls = [D.cuArrayDestroy(array), D.cuMipmappedArrayDestroy(mipmap),
+             D.cuArray3DGetDescriptor(level)]
+    _ = [int(result[0]) for result in calls]
+    """
+    assert child.do(dedent(code)) == [400] * 3
+    assert look("used(0)") == 36 * MIB
+    child.do("ok(D.cuArrayDestroy(kept))")
+    assert look("used(0)") == 32 * MIB
+
+
+def test_context_end_unregisters_host_memory(emulated):
+    child = emulated().target()
+    code = """
+    context()
+    c = ok(D.cuCtxCreate(None, 0, 0))
+    host = bytes_of(1 << 20)
+    ok(D.cuMemHostRegister(host.ctypes.data, host.nbytes, 0))
+    ok(D.cuCtxDestroy(c))
+    twice = [int(D.cuMemHostRegister(host.ctypes.data, host.nbytes, 0)[0]) for _ in range(2)]
+    _ = (twice, (host == bytes_of(1 << 20)).all().item())
+    """
+    assert child.do(dedent(code)) == ([0, 712], True)
+
+
+@pytest.mark.parametrize("end", ["cuCtxDestroy(c)", "cuDevicePrimaryCtxReset(0)"])
+def test_events_end_with_their_context(emulated, end):
+    machine = emulated()
+    child = machine.target()
+    code = f"""
+    c = context()
+    if "Primary" not in "{end}":
+        c = ok(D.cuCtxCreate(None, 0, 0))
+    events = [ok(D.cuEventCreate(6)) for _ in range(3)]  # without timing, for other processes
+    ok(D.cuIpcGetEventHandle(events[1]))
+    ok(D.cuEventDestroy(events.pop()))
+    ok(D.{end})
+    context()
+    new = ok(D.cuEventCreate(0))
+    calls = [D.cuEventQuery(events[0]), D.cuEventDestroy(events[1]), D.cuEventRecord(new, 0)]
+    _ = [int(result[0]) for result in calls]
+    """
+    assert child.do(dedent(code)) == [400, 400, 0]
+    machine.run(SUSPEND_AND_RESUME, child.pid)  # no exported event refuses the checkpoint
+    child.do("ok(D.cuEventSynchronize(new)); ok(D.cuEventDestroy(new))")
+
+
+def test_memory_handle_opened_twice_is_mapped_once(emulated):
+    machine = emulated()
+    exporter, child = machine.target(), machine.target()
+    handle = exporter.do(
+        "context(); p = ok(D.cuMemAlloc(2 << 20)); put(p, bytes_of(2 << 20))\n"
+        "_ = ctypes.string_at(ok(D.cuIpcGetMemHandle(p)).getPtr(), 64)"
+    )
+    code = f"""
+    context()
+    h = D.CUipcMemHandle()
+    ctypes.memmove(h.getPtr(), {handle!r}, 64)
+    def opened():
+        return int(ok(D.cuIpcOpenMemHandle(h, 1)))
+    def closed(p):
+        return int(D.cuIpcCloseMemHandle(p)[0])
+    p, q = opened(), opened()
+    first = closed(p)
+    _ = (p == q, first, get(p, 2 << 20) == hashlib.sha256(bytes_of(2 << 20)).hexdigest(),
+         closed(p), closed(p))
+    """
+    assert child.do(dedent(code)) == (True, 0, True, 0, 1)
+    # Another context has a mapping of its own, which ends with the context.
+    code = """
+    p, c = opened(), ok(D.cuCtxCreate(None, 0, 0))
+    q = opened()
+    ok(D.cuCtxDestroy(c))
+    _ = (p == q, closed(q), closed(p))
+    """
+    assert child.do(dedent(code)) == (False, 1, 0)
+    machine.run(SUSPEND_AND_RESUME, child.pid)  # nothing imported refuses the checkpoint
+
+
+def test_sizes_that_overflow_are_refused(emulated):
+    child = emulated("1x1GiB").target()
+    code = """
+    context()
+    p, host = ok(D.cuMemAlloc(4096)), np.zeros(4096, np.uint8)
+    prop = D.CUmemAllocationProp()
+    prop.type = D.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = D.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    unit, most = 2 << 20, 2**64 - 1
+    mapped, handle = ok(D.cuMemAddressReserve(unit, 0, 0, 0)), ok(D.cuMemCreate(unit, prop, 0))
+    ok(D.cuMemMap(mapped, unit, 0, handle, 0))
+    access = D.CUmemAccessDesc()
+    access.location = prop.location
+    access.flags = D.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    ok(D.cuMemSetAccess(mapped, unit, [access], 1))
+    def plane(kind, **fields):
+        c = kind()
+        c.srcMemoryType, c.srcHost = D.CUmemorytype.CU_MEMORYTYPE_HOST, host.ctypes.data
+        c.dstMemoryType, c.dstDevice = D.CUmemorytype.CU_MEMORYTYPE_DEVICE, p
+        c.WidthInBytes, c.Height = 64, 3
+        for name, value in fields.items():
+            setattr(c, name, value)
+        return c
+    flat, deep = D.CUDA_MEMCPY2D, D.CUDA_MEMCPY3D
+    wrong = [
+        D.cuMemsetD32(p, 0, 1 << 62), D.cuMemsetD16(p, 0, 1 << 63),
+        D.cuMemsetD2D8(p, 1 << 63, 0, 64, 3), D.cuMemsetD2D32(p, 1 << 63, 0, 1 << 62, 3),
+        D.cuMemcpyDtoH(host.ctypes.data, mapped, most), D.cuMemcpyDtoD(p, mapped, most),
+        D.cuMemcpyDtoH(host.ctypes.data, p, most), D.cuMemcpy2D(plane(flat, dstPitch=1 << 63)),
+        D.cuMemcpy2D(plane(flat, srcPitch=1 << 63)), D.cuMemcpy2D(plane(flat, dstY=1 << 58)),
+        D.cuMemcpy3D(plane(deep, Depth=1, dstPitch=1 << 63)),
+        D.cuMemcpy3D(plane(deep, Depth=2, dstHeight=1 << 58)),
+        D.cuMemcpy3D(plane(deep, Depth=1, dstPitch=32)),
+    ]
+    full = [D.cuMemAllocPitch(*size, 4) for size in ((512, (1 << 55) + 1), (most, 1))]
+    ok(D.cuMemcpy2D(plane(flat))); ok(D.cuMemcpy3D(plane(deep, Depth=2)))
+    _ = ([int(result[0]) for result in wrong], [int(result[0]) for result in full])
+    """
+    assert child.do(dedent(code)) == ([1] * 13, [2, 2])
+
+
+POOL = """
+context()
+pool = ok(D.cuDeviceGetDefaultMemPool(0))
+names = D.CUmemPool_attribute
+def reserved():
+    return int(ok(D.cuMemPoolGetAttribute(pool, names.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT))) >> 20
+def keep(threshold):
+    at = names.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    ok(D.cuMemPoolSetAttribute(pool, at, D.cuuint64_t(threshold)))
+"""
+
+
+def test_event_synchronize_releases_unused_memory_of_pools(emulated):
+    child = emulated().target()
+    code = """
+    event = ok(D.cuEventCreate(0))
+    ok(D.cuMemFreeAsync(ok(D.cuMemAllocAsync(8 << 20, 0)), 0))
+    ok(D.cuEventRecord(event, 0))
+    before = reserved()
+    ok(D.cuEventSynchronize(event))
+    _ = (before, reserved())
+    """
+    assert child.do(POOL + dedent(code)) == (8, 0)
+
+
+def test_trimmed_pool_keeps_at_least_the_given_bytes(emulated):
+    child = emulated().target()
+    code = """
+    keep(2**64 - 1)
+    ok(D.cuMemFreeAsync(ok(D.cuMemAllocAsync(8 << 20, 0)), 0))
+    def trimmed(least):
+        ok(D.cuMemPoolTrimTo(pool, least))
+        return reserved()
+    _ = [trimmed(least) for least in (2**64 - 1, 8 << 20, (5 << 20) + 1, 1, 0)]
+    """
+    assert child.do(POOL + dedent(code)) == [8, 8, 6, 2, 0]
+
+
 def test_allocations_above_one_mib_take_whole_pages(watch):
     machine, look = watch
     child = machine.target()

@@ -178,6 +178,21 @@ def test_kernels_compute_and_take_modelled_time(emulated):
     assert emulated().run(dedent(code)) == "good"
 
 
+def test_stream_query_returns_the_error_of_a_failed_kernel(emulated):
+    child = emulated().target()
+    code = """
+    from emucuda.kernels import PTX
+    context()
+    stream, event = ok(D.cuStreamCreate(1)), ok(D.cuEventCreate(0))
+    module = ok(D.cuModuleLoadData(PTX.encode()))
+    bad = ok(D.cuModuleGetFunction(module, b"emucuda_illegal_address"))
+    ok(D.cuLaunchKernel(bad, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0))
+    calls = [D.cuStreamQuery(stream), D.cuStreamQuery(0), D.cuEventQuery(event)]
+    _ = [int(result[0]) for result in [*calls, D.cuStreamSynchronize(stream)]]
+    """
+    assert child.do(dedent(code)) == [700] * 4
+
+
 def test_streams_wait_for_one_another(emulated):
     """The default stream and a blocking stream wait for each other's kernels.
 
