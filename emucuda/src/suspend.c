@@ -141,10 +141,15 @@ CUresult suspend_out(void)
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].charged && fault_active(FAULT_DEVICE_LOST, getpid(), (int)driver.device[i].physical, NULL))
             return CUDA_ERROR_LAUNCH_FAILED;
-    for (int i = 0; i < driver.count; i++)
+    bool empty = true; /* the process has no memory: a fault without a device hits it, too */
+    for (int i = 0; i < driver.count; i++) {
+        empty = empty && !driver.device[i].charged;
         if (driver.device[i].charged &&
             fault_hit(FAULT_CHECKPOINT_REFUSED, getpid(), (int)driver.device[i].physical, NULL, &fault))
             return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_SUPPORTED;
+    }
+    if (empty && fault_hit(FAULT_CHECKPOINT_REFUSED, getpid(), -1, NULL, &fault))
+        return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_SUPPORTED;
     arena_poison(true);
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].fd >= 0 && !device_out(i, start, &moved)) {
@@ -249,10 +254,14 @@ CUresult suspend_in(const uint8_t *map, unsigned pairs, bool *fatal)
         *fatal = false;
         return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_SUPPORTED;
     }
-    bool fits = charge_all(target, keeps);
-    for (int i = 0; i < driver.count && !result; i++)
+    bool fits = charge_all(target, keeps), empty = true;
+    for (int i = 0; i < driver.count && !result; i++) {
+        empty = empty && !owed[i];
         if (owed[i] && fault_hit(FAULT_RESTORE_FAILED, getpid(), (int)target[i], NULL, &fault))
             result = fault.code ? (CUresult)fault.code : CUDA_ERROR_OPERATING_SYSTEM;
+    }
+    if (empty && !result && fault_hit(FAULT_RESTORE_FAILED, getpid(), -1, NULL, &fault))
+        result = fault.code ? (CUresult)fault.code : CUDA_ERROR_OPERATING_SYSTEM;
     if (!fits && !result)
         result = keeps ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_OPERATING_SYSTEM;
     if (result && keeps) {

@@ -40,6 +40,7 @@
 ``hour``                devices and queue in each minute of the last hour
 ``gpu/actions``         the pool's actions: attach, suspend, end
 ``gpu/landing``         moves a process that initialised CUDA on a GPU outside its slice
+``gpu/landing_recovery``  lets processes run again that an earlier broker was moving
 ``gpu/monitor``         samples devices and host memory; gives the pool events
 ``gpu/samples``         keeps the last sample of the devices
 ``gpu/accounting``      learns overhead, overuse and the driver's own memory from samples

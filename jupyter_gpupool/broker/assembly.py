@@ -27,6 +27,7 @@ from .gpu.accounting import DriverShares, Overheads, OveruseWatch
 from .gpu.actions import DeviceActions
 from .gpu.health import Health, SuddenEnds
 from .gpu.landing import Landings
+from .gpu.landing_recovery import LandingRecovery
 from .gpu.maintenance import Maintenance
 from .gpu.monitor import Monitor
 from .gpu.samples import Samples
@@ -174,8 +175,11 @@ async def assemble(
         core, service, samples=samples, room=room, pages=pages, activity=activity,
         health=health, drain_timeout=settings.lock_timeout,
     )  # fmt: skip
-    landings = Landings(core, actions, guardable, samples=samples, pages=pages, log=log)
-    aside = UnleasedSuspends(core, guardable, pages, activity, log)
+    landings_left = LandingRecovery(core, actions, guardable, pages, log)
+    landings = Landings(
+        core, actions, guardable, samples=samples, pages=pages, left=landings_left, log=log
+    )
+    aside = UnleasedSuspends(core, actions, guardable, pages=pages, activity=activity, log=log)
     sudden_ends = SuddenEnds(core, service, health, log)
     maintenance = Maintenance(
         core, service, configuration, health=health, aside=aside,
@@ -246,7 +250,7 @@ async def assemble(
         hour=hour, changed=None if shared is None else shared.changed,
     )  # fmt: skip
     recovery = Recovery(
-        core, service, pages=pages, activity=activity, guard=guard, landings=landings,
+        core, service, pages=pages, activity=activity, guard=guard, landings=landings_left,
         lifecycle=lifecycle, actions=actions, sudden_ends=sudden_ends, usage=usage,
         alone_since=alone_since, log=log,
     )  # fmt: skip

@@ -156,9 +156,11 @@ class LiveSession:
     guards: dict[Connection, int | None] = field(default_factory=dict)
     #: Its page's data when last read; see ``activity``.
     use: Use = field(default_factory=Use)
-    #: The devices that its processes leave now to move to the session's slice. A process makes its
-    #: context on such a device before it moves.
-    landing: tuple[str, ...] = ()
+    #: For each process that moves to the session's slice now: the devices that it leaves. A process
+    #: makes its context on such a device before it moves.
+    landing: dict[ProcessId, tuple[str, ...]] = field(default_factory=dict)
+    #: Whether the driver now suspends or restores the session for a pause, without a lease.
+    setting_aside: bool = False
     #: The GPU model and the folders that the kernel needs; empty if no cluster has chosen the
     #: machine by them.
     model: str = ""
@@ -199,6 +201,11 @@ class LiveSession:
             self.agent.send(message)
         for member in self.members:
             member.send(message)
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        """The devices that processes leave now to move to the session's slice."""
+        return frozenset(uuid for origin in self.landing.values() for uuid in origin)
 
     @property
     def has_listeners(self) -> bool:

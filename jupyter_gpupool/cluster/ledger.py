@@ -575,8 +575,6 @@ class Ledger:
         node.counted, node.holdings, node.waits = {}, {}, ()
         node.is_new = True
         self._unfence(node)
-        node.gone = True
-        # A fenced node may have begun to drain, but it has not left by itself.
-        node.drains = node.drains and drained
+        node.gone, node.has_drained = True, drained
         node.offers.clear()
         return self._push_all(freed) if self.serving else []

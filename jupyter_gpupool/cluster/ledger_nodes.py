@@ -47,6 +47,8 @@ class Node:
     #: Whether the node has left or was fenced in this life. If so, the ledger counts no ceiling of
     #: the node.
     gone: bool = False
+    #: Whether a node that is gone had drained. A fenced node is gone without that.
+    has_drained: bool = False
     number: int = 0
     #: When the last report arrived. For a node without a report: when the ledger learnt of the
     #: node.
@@ -118,7 +120,7 @@ class Node:
         if age > ttl:
             state = "silent"
         if self.gone:
-            state = "left" if self.drains else "gone"
+            state = "left" if self.has_drained else "gone"
         elif self.free_at < math.inf:
             state = "fenced"
         elif not self.heard:

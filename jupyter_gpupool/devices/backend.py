@@ -294,21 +294,36 @@ class GuardedDevices(Devices, Protocol):
         session: str,
         need: Mapping[str, int],
         restoring: Callable[[], None],
+        staying: Callable[[], None],
         on_kept: Callable[[str], None] = _nothing,
     ) -> ResumeOutcome:
         """Suspend one process on its devices ``origin[i]``, and resume it on ``devices[i]``.
 
         The method calls ``restoring`` after the suspend and before the resume. If the driver
-        refuses, the process continues to run on its old devices. If it cannot continue at first,
-        the operation retries until it can, and calls ``on_kept`` once with the reason.
+        refuses, the process continues to run on its old devices; the method calls ``staying``
+        before it restores the process there. If the process cannot continue at first, the operation
+        retries until it can, and calls ``on_kept`` once with the reason.
         """
 
-    async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
+    async def landed(
+        self,
+        process: ProcessId,
+        *,
+        session: str,
+        origin: Sequence[str] = (),
+        staying: Callable[[], None] = lambda: None,
+    ) -> tuple[str, str]:
         """Let a process continue, after an earlier broker died during the landing of the process.
 
-        Return the driver's state before the call, and the problem that prevents the process from
-        running, or "". The problem is also "" if the process has ended, is stopped (SIGSTOP), does
-        not answer, or stays suspended with its state intact: these processes do not run, either.
+        ``origin`` are the devices on which the process had a context: it needs room there. The
+        method calls ``staying`` before it restores the process. Return the driver's state before
+        the call, and the problem that prevents the process from running, or "". The problem is also
+        "" if the process has ended.
+
+        Raises
+        ------
+        DriverError
+            If the operation could not begin.
         """
 
 

@@ -13,7 +13,7 @@ from typing import Literal, Mapping
 from ..procfs import ProcessId
 
 SuspendStatus = Literal["suspended", "nothing", "pinned", "drain", "gone", "failed", "hung", "kept"]
-ResumeStatus = Literal["resumed", "no-room", "refused", "kept", "gone", "failed", "hung"]
+ResumeStatus = Literal["resumed", "no-room", "refused", "gone", "failed", "hung"]
 
 #: The driver's state of a session is the worst state of its processes. ``none`` means that no
 #: process has a CUDA context. ``hung`` means that a process did not answer in time, or cannot
@@ -127,9 +127,6 @@ class ResumeOutcome:
                  process is stopped (SIGSTOP); ``message`` gives the reason
     ``refused``  the driver refused, but the session's state is intact, so a retry is possible; if
                  ``stay`` is True, a retry is possible only on the session's old devices
-    ``kept``     a landing was refused, and the process could not be restored on its old devices
-                 yet; the driver has its state. The service never returns ``kept``: it retries the
-                 restore until the status changes.
     ``gone``     the root process has ended
     ``failed``   the driver lost the session's state: end the session to free its memory
     ``hung``     even a new worker could not read the state: treat as ``failed``

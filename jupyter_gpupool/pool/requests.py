@@ -227,6 +227,7 @@ def _growth_bounds(
     )
     cap = draft.room_of(s.owner)
     if cap is not None:
+        step = "Free memory in the kernel, or wait until other kernels of the group end."
         left = 0 if behind else cap.most - (charge_of(s, s.lease.slices) - s.lease.charge)
         if behind is None:
             why = (
@@ -241,7 +242,7 @@ def _growth_bounds(
             )
         else:
             why = "another kernel of yours waits for what is left of your quota."
-        step = "Free memory in the kernel, or wait until other kernels of the group end."
+            step = "Free memory in the kernel, or end another kernel of yours."
         yield left, Refusal(Code.QUOTA, why, step, {**numbers, "left": max(0, left)})
     if any(facts.devices[x.device].device.can_suspend for x in s.lease.slices):
         most = settings.host_most(s.owner.name)

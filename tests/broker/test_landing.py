@@ -588,6 +588,41 @@ def test_deleted_page_that_no_process_has_open_is_reported(broker, kernel):
     assert "A process that was moving to its GPU" in broker.tail()
 
 
+def stuck(broker, kernel):
+    """Start a landing that the driver refuses, and the way back, too; the state is intact."""
+    broker.faults.set("restore-keeps-state")
+    k, _home = landing(broker, kernel, "restore-failed")
+    wait_until(lambda: broker.rows("kept"), "the broker tells why it waits", PATIENCE)
+    assert k.mark() == LANDING_MOVES
+    assert k.status()["state"] == "active"
+    return k
+
+
+def continues(broker, k):
+    broker.faults.clear()
+    assert k.answer(PATIENCE) is None
+    assert k.do("alloc", bytes=16 * MiB, byte=1) is None
+    assert k.do("check") == 16 * MiB
+    assert k.mark() == LANDING_NONE
+    assert k.status()["used_bytes"] == 16 * MiB + CONTEXT
+    assert len(broker.rows("land")) == 1
+
+
+def test_landing_is_undone_when_the_driver_restores_again(broker, kernel):
+    k = stuck(broker, kernel)
+    assert "is not back on its GPU yet" in broker.rows("kept")[0]["reason"]
+    continues(broker, k)
+
+
+def test_next_broker_brings_a_stuck_process_back(broker, kernel):
+    k = stuck(broker, kernel)
+    broker.kill()
+    assert broker.started
+    wait_until(lambda: len(broker.rows("kept")) == 2, "the new broker tells it", PATIENCE)
+    assert k.status()["state"] == "active"
+    continues(broker, k)
+
+
 def test_process_killed_while_landing_frees_its_room(broker, kernel):
     k, home = landing(broker, kernel, "hang", op="checkpoint")
     wait_until(lambda: k.mark() >= 2, "the driver is asked", PATIENCE)

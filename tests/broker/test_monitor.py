@@ -155,7 +155,7 @@ def test_sampled_memory_is_attributed_to_its_sessions(
     monkeypatch.setattr(monitoring, "identify", lambda pid: ProcessId(pid, 1))
     runner = Core()
     sessions = {
-        name: SimpleNamespace(id=name, cuda=name != "c", landing=("G0",) if name == "l" else ())
+        name: SimpleNamespace(id=name, cuda=name != "c", leaves=("G0",) if name == "l" else ())
         for name in "abcsl"
     }
     runner.sessions = SimpleNamespace(find=sessions.get)

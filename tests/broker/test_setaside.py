@@ -183,6 +183,47 @@ def test_pause_names_the_suspend_that_it_waits_for(driver, kernel):
     maintain(driver, "resume")
 
 
+def test_kernel_whose_state_is_lost_in_a_pause_ends(driver, kernel):
+    """The driver suspends the child, refuses the kernel, and then loses the child's state."""
+    k = kernel(memory=BIG)
+    k.do("ask")
+    k.do("sub", command={"do": "ask"})
+    driver.faults.set("checkpoint-refused", pid=k.process.pid)
+    driver.faults.set("restore-failed", count=1)
+    maintain(driver, "pause")
+    wait_until(lambda: driver.session(k.session) is None, "its session ends", PATIENCE)
+    driver.faults.clear()
+    maintain(driver, "resume")
+    kernel(memory=BIG).begin(MiB)
+
+
+def test_kernel_that_got_a_slice_during_its_suspend_runs_again(driver, kernel):
+    """At first, the driver refuses to restore the kernel, but keeps its state."""
+    k = kernel(memory=BIG)
+    (seen,) = k.do("ask")
+    driver.faults.set("restore-keeps-state")
+    driver.faults.set("restore-failed", pid=k.process.pid)
+    children = psutil.Process(driver.process.pid).children()
+    workers = [child for child in children if "worker" in child.cmdline()]
+    for worker in workers:
+        worker.suspend()  # SIGSTOP: the worker cannot finish its driver call
+    maintain(driver, "pause", seen)
+    wait_until(lambda: k.mark() == layout.LANDING_ASIDE, "the suspend has begun", PATIENCE)
+    k.tell("context")
+    k.wait_state("active", seconds=PATIENCE)
+    for worker in workers:
+        worker.resume()
+    wait_until(lambda: "is not back on its GPU yet" in driver.tail(), "a try", PATIENCE)
+    assert k.mark() == layout.LANDING_ASIDE
+    assert k.status()["state"] == "active"
+    driver.faults.clear()
+    wait_until(lambda: k.mark() != layout.LANDING_ASIDE, "it runs again", PATIENCE)
+    maintain(driver, "resume", seen)
+    assert k.answer(PATIENCE) is None
+    assert k.do("alloc", bytes=16 * MiB, byte=2) is None
+    assert k.do("check") == 16 * MiB
+
+
 def test_pause_waits_for_a_kernel_the_driver_cannot_suspend(broker, kernel):
     broker.disturbed = True
     broker.faults.set("init-not-enough")

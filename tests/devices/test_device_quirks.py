@@ -17,6 +17,7 @@ import pytest
 
 from jupyter_gpupool import procfs
 from jupyter_gpupool.devices.children import ChildLost
+from jupyter_gpupool.devices.nvidia import service as service_module
 from jupyter_gpupool.devices.nvidia.calls import SessionCalls
 from jupyter_gpupool.errors import DriverError
 from jupyter_gpupool.pool.attribution import slack
@@ -499,16 +500,17 @@ async def test_landing_that_cannot_be_undone_is_kept_and_retried(emulated, waiti
     async with machine.started() as (service, devices), machine.target() as target:
         origin, place = (device.uuid for device in devices)
         digest = await filled(target)
-        told, restoring = [], []
+        told, steps = [], []
         machine.faults.set("restore-failed", pid=target.pid)
         landing = asyncio.ensure_future(
             service.land(
                 target.root, [place], [origin], session=SESSION, need={place: 80 * MiB},
-                restoring=lambda: restoring.append(1), on_kept=told.append,
+                restoring=lambda: steps.append("restoring"),
+                staying=lambda: steps.append("staying"), on_kept=told.append,
             )
         )  # fmt: skip
         await until(lambda: told, 60)
-        assert restoring == [1]
+        assert steps == ["restoring", "staying"]
         assert f"Process {target.pid} is not back on its GPU yet" in told[0]
         state = await service.driver_state(target.root, session=SESSION)
         assert (state, landing.done()) == ("checkpointed", False)
@@ -520,6 +522,24 @@ async def test_landing_that_cannot_be_undone_is_kept_and_retried(emulated, waiti
         used = {sample.uuid: sample.used for sample in await service.sample()}
         assert used[origin] > 0
         assert used[place] == 0
+
+
+async def test_kept_state_counts_as_lost_after_many_refusals(emulated, monkeypatch):
+    """restore-hides-loss: the driver says that it has the state, but refuses each restore."""
+    monkeypatch.setattr(service_module, "KEPT_PATIENCE", 1.0)
+    monkeypatch.setattr(service_module, "KEPT_PAUSE", 1.0)
+    machine = emulated(ONE)
+    machine.faults.set("restore-hides-loss")
+    async with machine.started() as (service, devices), machine.target() as target:
+        await filled(target)
+        child = await target.do("spawn")
+        await target.child("context")
+        machine.faults.set("checkpoint-refused", pid=target.pid)
+        machine.faults.set("restore-failed", pid=child, count=1)
+        outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
+        assert outcome.status == "failed"
+        assert f"times to restore process {child}, although there was room" in outcome.message
+        assert "tries again" not in outcome.message
 
 
 async def test_refused_landing_is_undone_only_with_enough_room(emulated, waiting):
@@ -536,7 +556,7 @@ async def test_refused_landing_is_undone_only_with_enough_room(emulated, waiting
         landing = asyncio.ensure_future(
             service.land(
                 target.root, [place], [origin], session=SESSION, need={place: 80 * MiB},
-                restoring=lambda: None, on_kept=told.append,
+                restoring=lambda: None, staying=lambda: None, on_kept=told.append,
             )
         )  # fmt: skip
         async with machine.target() as thief:
@@ -549,6 +569,42 @@ async def test_refused_landing_is_undone_only_with_enough_room(emulated, waiting
                 await asyncio.wait_for(asyncio.shield(landing), 2)
         outcome = await asyncio.wait_for(landing, 90)
         assert outcome.status == "refused", outcome
+        assert await target.do("digest", 1) == digest
+
+
+async def test_landed_restores_a_process_only_with_enough_room(emulated):
+    """A restore without room is fatal, so the process stays suspended."""
+    machine = emulated("1x256MiB,context=16MiB")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        digest = await filled(target)
+        await suspended(service, target, uuid)
+        steps = []
+        origin = {"origin": [uuid], "staying": lambda: steps.append("staying")}
+        async with machine.target() as thief:
+            await thief.do("context")
+            await thief.do("take", 232 * MiB)
+            found, trouble = await service.landed(target.root, session=SESSION, **origin)
+            assert (found, steps) == ("checkpointed", ["staying"])
+            assert "has 8 MiB free, and the session needs 16 MiB" in trouble
+            state = await service.driver_state(target.root, session=SESSION)
+            assert state == "checkpointed"
+        found = await service.landed(target.root, session=SESSION, **origin)
+        assert found == ("checkpointed", "")
+        assert await target.do("digest", 1) == digest
+
+
+async def test_landed_says_that_a_process_is_stopped(emulated):
+    machine = emulated(ONE)
+    async with machine.started() as (service, devices), machine.target() as target:
+        digest = await filled(target)
+        await suspended(service, target, devices[0].uuid)
+        target.stop()
+        found, trouble = await service.landed(target.root, session=SESSION)
+        assert found == "hung"
+        assert f"Process {target.pid} is stopped" in trouble
+        target.go_on()
+        assert await service.landed(target.root, session=SESSION) == ("checkpointed", "")
         assert await target.do("digest", 1) == digest
 
 

@@ -330,8 +330,8 @@ class DeviceActions:
         None means that the suspend may go on. After a refusal, the gate opens again when the broker
         writes the pool's record into the page.
         """
-        if session.landing:
-            return "drain", "one of its processes is moving to the GPU of its slice"
+        if moving := _moving(session):
+            return "drain", moving
         if session.page is None:
             return None
         busy = self._activity.busy(session)
@@ -355,8 +355,8 @@ class DeviceActions:
         The broker does not ask the session's agent, and the agent keeps its holds. If the reason of
         a refusal is temporary, the kind is ``drain``, so that the pool tries again later.
         """
-        if session.landing:
-            return "drain", "one of its processes is moving to the GPU of its slice"
+        if moving := _moving(session):
+            return "drain", moving
         if session.page is None:
             return "drain", UNGUARDED
         self._activity.read(session)
@@ -555,3 +555,10 @@ class DeviceActions:
         else:
             event = e.SuspendFailed(now=now, session=name, epoch=epoch, message=message)
         self._core.handle(event)
+
+
+def _moving(session: LiveSession) -> str:
+    """Return why the driver must not suspend a session now, or ""."""
+    if session.landing:
+        return "one of its processes is moving to the GPU of its slice"
+    return "the driver still restores it after a pause" if session.setting_aside else ""

@@ -32,8 +32,6 @@ from ...guard.page import (
     LANDING_RESTORE,
     SEES_NONE,
     SEES_SLICE,
-    Page,
-    PageError,
     Reading,
     Slot,
     device_name,
@@ -49,6 +47,7 @@ from ..pages.quiesce import DRAIN_POLL, drain
 from ..sessions import LiveSession
 from ..transport.connection import Connection
 from .actions import DeviceActions
+from .landing_recovery import LandingRecovery, on_slice, process_of
 from .samples import Samples
 
 #: ROOM_POLL: seconds between two checks whether a device has room for a context. WATCH: seconds
@@ -64,13 +63,6 @@ TRIES, PAUSE = 4, 0.5
 
 #: After this many failed moves in a row, a session waits for the devices that its processes see.
 MOST_FAILED = 3
-
-#: The states of a process that is moving to its slice.
-_MOVING = (LANDING_MOVES, LANDING_RESTORE)
-
-#: If a broker dies during a move, the thread that waits for the move has this many seconds to ask
-#: the next broker.
-AGAIN = 10.0
 
 
 @dataclass(eq=False)
@@ -107,7 +99,7 @@ class _Move:
 
     @property
     def process(self) -> ProcessId:
-        return ProcessId(self.slot.pid, self.slot.start_time)
+        return process_of(self.slot)
 
 
 class Landings:
@@ -121,6 +113,7 @@ class Landings:
         *,
         samples: Samples,
         pages: ControlPages,
+        left: LandingRecovery,
         log: logging.Logger,
     ) -> None:
         self._core = core
@@ -129,6 +122,7 @@ class Landings:
         self._service = service
         self._pages = pages
         self._log = log
+        self._left = left
         self._room: dict[str, asyncio.Lock] = {}
         self._under_way: dict[ProcessId, _Landing] = {}
         #: Threads that wait for room.
@@ -143,6 +137,9 @@ class Landings:
         if step not in ("begin", "move", "cancel", "stay"):
             raise RefusedError(f"{step[:40]!r} is not a step of a landing.", code=Code.BAD_REQUEST)
         pid = connection.peer.pid
+        if task := self._left.task_of(pid):
+            self._start(self._ask_later(task, connection, session, message))
+            return
         if step == "cancel":
             self._cancel(pid)
             connection.answer(rid)
@@ -169,6 +166,19 @@ class Landings:
             self._cancel(pid)
             raise
 
+    async def _ask_later(
+        self,
+        task: asyncio.Task[None],
+        connection: Connection,
+        session: LiveSession,
+        message: Message,
+    ) -> None:
+        await asyncio.wait({task})
+        try:
+            self.ask(connection, session, message)
+        except GPUPoolError as error:
+            connection.refuse(message.get("id"), error)
+
     def _cancel(self, pid: int) -> None:
         """Take the room back from a process that will not be moved now."""
         for process in [p for p in self._under_way if p.pid == pid]:
@@ -182,6 +192,7 @@ class Landings:
 
     def close(self) -> None:
         """Stop all moves. The next broker finishes them."""
+        self._left.close()
         for task in self._tasks:
             task.cancel()
 
@@ -256,7 +267,7 @@ class Landings:
                 await asyncio.sleep(ROOM_POLL)
             self._look_again(session, way)
             landing = _Landing(session, way.process, way.origin, room.pop_all())
-            session.landing = (*session.landing, *way.origin)
+            session.landing[way.process] = way.origin
             self._under_way[way.process] = landing
             landing.watch = self._start(self._watch(landing))
             connection.answer(rid)
@@ -314,11 +325,7 @@ class Landings:
         if landing.watch is not None:
             landing.watch.cancel()
         self._start(landing.room.aclose())
-        self._tell(landing.session)
-
-    def _tell(self, session: LiveSession) -> None:
-        mine = [landing for landing in self._under_way.values() if landing.session is session]
-        session.landing = tuple({uuid for landing in mine for uuid in landing.origin})
+        landing.session.landing.pop(process, None)
 
     # ------------------------------------------------------------------ the move
 
@@ -332,7 +339,7 @@ class Landings:
         if landing.watch is not None:
             landing.watch.cancel()  # the process has made its context
             landing.watch = None
-        self._tell(session)
+        session.landing[way.process] = landing.origin
         problem, again = "", True
         try:
             for tries in range(TRIES):
@@ -344,6 +351,9 @@ class Landings:
         except GPUPoolError as error:
             problem = error.message
             session.not_landed += 1
+        except Exception:
+            self._log.exception("A landing of session %s failed", session.id)
+            problem = "The broker's log has the error."
         finally:
             if problem and way.process in self._under_way:
                 # While this process has contexts on a device outside the slice, the broker must not
@@ -356,7 +366,7 @@ class Landings:
         if session.page is not None:
             with contextlib.suppress(OSError):
                 if not problem:
-                    session.page.set_sees(way.slot, _on_slice(way.slot))
+                    session.page.set_sees(way.slot, on_slice(way.slot))
                 session.page.set_landing(way.slot, LANDING_BEGUN if problem else LANDING_NONE)
         if problem:
             text = f"The process was not moved to the GPU of its slice. {problem}"
@@ -384,9 +394,15 @@ class Landings:
             with contextlib.suppress(OSError):
                 page.set_landing(way.slot, LANDING_RESTORE)
 
+        def staying() -> None:
+            # The next broker must not believe that a restored process is on its slice.
+            with contextlib.suppress(OSError):
+                page.set_landing(way.slot, LANDING_MOVES)
+
         outcome = await self._service.land(
             way.process, way.target, way.origin, session=session.id, need=need,
-            restoring=restoring, on_kept=lambda message: self._actions.kept(session, message),
+            restoring=restoring, staying=staying,
+            on_kept=lambda message: self._actions.kept(session, message),
         )  # fmt: skip
         if outcome.status == "resumed":
             session.not_landed = 0
@@ -477,79 +493,8 @@ class Landings:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # ------------------------------------------------------------------ after another broker
-
-    async def recover(self, name: str) -> None:
-        """Let processes of session ``name`` run again if an earlier broker was moving them.
-
-        Call this before the broker continues with the session. In each of these processes, a thread
-        waits for the move. It now asks this broker to move the process. If the thread was
-        interrupted and does not ask, the process stays on its present device until it makes its
-        next context.
-        """
-        page = await self._page(name)
-        if page is None:
-            return
-        try:
-            for slot in page.read().slots:
-                process = ProcessId(slot.pid, slot.start_time)
-                if slot.landing not in _MOVING or not procfs.alive(process):
-                    continue
-                found, trouble = await self._service.landed(process, session=name)
-                if trouble:
-                    self._log.error("Session %s: %s", name, trouble)
-                elif slot.landing == LANDING_RESTORE and found != "checkpointed":
-                    page.set_sees(slot, _on_slice(slot))
-                page.set_landing(slot, LANDING_MOVES)
-                asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
-        except (OSError, GPUPoolError) as error:
-            self._log.error("The landings of session %s are unknown: %s", name, error)
-        finally:
-            page.close()
-
-    async def _page(self, name: str) -> Page | None:
-        """Open the page that an earlier broker made for a session; return None if it is not found.
-
-        After a logout, the path of the page is a link to the earlier broker's descriptor, or does
-        not exist.
-        """
-        path = self._pages.path_of(name)
-        try:
-            if path.is_symlink() or not path.exists():
-                # The search reads the file descriptors of all processes, so it takes a while.
-                page = await asyncio.to_thread(Page.find, path, name)
-                if page is None and path.is_symlink():
-                    self._log.warning(
-                        "The page of session %s was deleted, and no process has it open. A process "
-                        "that was moving to its GPU waits until the broker finds the page.", name,
-                    )  # fmt: skip
-                return page
-            return Page.open(path)
-        except (OSError, PageError) as error:
-            self._log.warning("The landings of session %s are unknown: %s", name, error)
-        return None
-
-    def _forget(self, name: str, slot: Slot) -> None:
-        session = self._core.sessions.find(name)
-        if session is None and procfs.alive(ProcessId(slot.pid, slot.start_time)):
-            # The broker is still recovering its sessions and has not reached this one. Check again
-            # later.
-            asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
-            return
-        reading = self._pages.read(session) if session is not None else None
-        if session is None or session.page is None or reading is None or session.landing:
-            return
-        for now in reading.slots:
-            same = (now.pid, now.start_time) == (slot.pid, slot.start_time)
-            if same and now.landing in _MOVING:
-                session.page.set_landing(now, LANDING_NONE)
-
 
 def _used_by_others(reading: Reading, pid: int) -> bool:
     """Return whether any process of the session except ``pid`` has contexts on its slice."""
     others = [slot for slot in reading.slots if slot.pid != pid]
     return any(any(slot.used) or SEES_SLICE in slot.sees for slot in others)
-
-
-def _on_slice(slot: Slot) -> list[int]:
-    return [SEES_SLICE if name else SEES_NONE for name in slot.sees]

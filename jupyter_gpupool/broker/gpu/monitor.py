@@ -320,7 +320,7 @@ class Monitor:
             cuda = session.cuda if session is not None else None
             holders[name] = LeaseHolder(size, counted.get(name, {}).get(uuid, 0), cuda)
         found = (self._core.sessions.find(entry.session or "") for entry in observed.listed)
-        landing = {session.id for session in found if session and uuid in session.landing}
+        landing = {session.id for session in found if session and uuid in session.leaves}
         return attribute(observed, holders, landing)
 
     async def _counted(self, pace: Pace) -> dict[str, Mapping[str, int]]:

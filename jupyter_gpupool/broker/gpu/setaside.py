@@ -12,9 +12,12 @@ restores it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
+from ... import procfs
 from ...devices import GuardedDevices
+from ...errors import GPUPoolError
 from ...pool import events as e
 from ...pool.model import SessionRecord, Slice
 from ...procfs import ProcessId
@@ -23,8 +26,16 @@ from ..pages.activity import Activity
 from ..pages.control import ControlPages
 from ..pages.quiesce import drain
 from ..sessions import LiveSession
+from .actions import DeviceActions
 
 WAITS = ("detached", "queued")
+
+#: A pause waits at most this many seconds for the suspends. A suspend may last longer if the driver
+#: refuses it, and cannot restore a process that it has suspended already.
+PATIENCE = 10.0
+
+#: The first and the longest pause between two tries to restore a session, in seconds.
+RETRY, MOST_RETRY = 0.5, 30.0
 
 
 class UnleasedSuspends:
@@ -33,18 +44,22 @@ class UnleasedSuspends:
     def __init__(
         self,
         core: Core,
+        actions: DeviceActions,
         service: GuardedDevices,
+        *,
         pages: ControlPages,
         activity: Activity,
         log: logging.Logger,
     ) -> None:
         self._core = core
+        self._actions = actions
         self._service = service
         self._pages = pages
         self._activity = activity
         self._log = log
         #: By order and session: the ids of the processes that the broker has tried to suspend.
         self._tried: dict[tuple[str, float, str], tuple[int, ...]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------ before a pause is complete
 
@@ -52,6 +67,7 @@ class UnleasedSuspends:
         """Suspend the kernels that see one of ``devices`` and have no context, if the driver can.
 
         The broker tries this only once for the same ``order`` and the same processes of a kernel.
+        The method waits at most PATIENCE seconds; the suspends then go on.
         """
         for session in [*self._core.sessions]:
             candidate = self._candidate(session, devices)
@@ -62,12 +78,12 @@ class UnleasedSuspends:
             if self._tried.get(key) == pids:
                 continue
             self._tried[key] = pids
-            try:
-                await self._suspend(session, *candidate)
-            # After an error, the pause continues. The broker then asks the user to restart the
-            # kernel.
-            except Exception as error:
-                self._log.error("Session %s was not suspended: %r", session.id, error)
+            session.setting_aside = True
+            task = asyncio.create_task(self._try(session, *candidate, key))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if self._tasks:
+            await asyncio.wait([*self._tasks], timeout=PATIENCE)
 
     def forget(self, order: tuple[str, float]) -> None:
         """Note that an order is over."""
@@ -88,10 +104,29 @@ class UnleasedSuspends:
             return None
         if session.process is None or session.landing or session.page is None:
             return None
+        if session.setting_aside:
+            return None
         seen = record.bound
         if len(seen) != record.request.devices or not {*seen} & {*devices}:
             return None
         return session.process, record
+
+    async def _try(
+        self,
+        session: LiveSession,
+        process: ProcessId,
+        record: SessionRecord,
+        key: tuple[str, float, str],
+    ) -> None:
+        try:
+            await self._suspend(session, process, record)
+            if key not in self._tried:  # the order has ended during the suspend
+                await self._resume(session)
+        # After an error, the pause continues. The broker then asks the user to restart the kernel.
+        except Exception as error:
+            self._log.error("Session %s was not suspended: %r", session.id, error)
+        finally:
+            session.setting_aside = False
 
     async def _suspend(
         self, session: LiveSession, process: ProcessId, record: SessionRecord
@@ -104,7 +139,12 @@ class UnleasedSuspends:
         try:
             if await drain(lambda: self._activity.read(session)) or session.page is None:
                 return
-            outcome = await self._service.suspend(process, record.bound, session=session.id)
+            outcome = await self._service.suspend(
+                process, record.bound, session=session.id,
+                on_kept=lambda message: self._actions.kept(session, message),
+            )  # fmt: skip
+            if outcome.status in ("failed", "hung"):
+                self._actions.end_session(e.EndSession(session=session.id, message=outcome.message))
             if outcome.status != "suspended":
                 if outcome.status not in ("nothing", "gone"):
                     self._log.warning("Session %s: %s", session.id, outcome.message)
@@ -117,7 +157,7 @@ class UnleasedSuspends:
             if not done:
                 # The pool has given the session a slice during the suspend, so the session must
                 # run.
-                await self._restored(session)
+                await self._restore(session, process)
                 return
             self._core.dirty(session.id)
             self._core.note("set-aside", session, device=record.bound[0])
@@ -135,21 +175,36 @@ class UnleasedSuspends:
         slice.
         """
         for session in [*self._core.sessions]:
-            record = self._core.record(session.id)
-            if record is None or record.state != "detached" or not record.suspended:
-                continue
-            if record.suspended_bytes or not session.frozen or not self._pages.is_aside(session):
-                continue
+            await self._resume(session)
+
+    async def _resume(self, session: LiveSession) -> None:
+        record = self._core.record(session.id)
+        if record is None or record.state != "detached" or not record.suspended:
+            return
+        if record.suspended_bytes or not session.frozen or not self._pages.is_aside(session):
+            return
+        try:
+            if not await self._restored(session):
+                return  # the broker tries again when the kernel gets its next slice
+        except Exception as error:  # the broker tries again at the next slice
+            self._log.error("Session %s stays suspended: %r", session.id, error)
+            return
+        self._core.handle(e.SetAside(now=self._core.now(), session=session.id, suspended=()))
+        self._pages.no_longer_aside(session)
+        self._core.dirty(session.id)
+        self._core.commit()
+
+    async def _restore(self, session: LiveSession, process: ProcessId) -> None:
+        """Restore a session that has a slice; try again until it runs or ends."""
+        pause = RETRY
+        while procfs.alive(process):
             try:
-                if not await self._restored(session):
-                    continue  # the broker tries again when the kernel gets its next slice
-            except Exception as error:  # the broker tries again at the next slice
-                self._log.error("Session %s stays suspended: %r", session.id, error)
-                continue
-            self._core.handle(e.SetAside(now=self._core.now(), session=session.id, suspended=()))
-            self._pages.no_longer_aside(session)
-            self._core.dirty(session.id)
-            self._core.commit()
+                if await self._restored(session):
+                    return
+            except GPUPoolError as error:
+                self._log.warning("Session %s: %s", session.id, error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MOST_RETRY)
 
     async def _restored(self, session: LiveSession) -> bool:
         for process in reversed(session.frozen):

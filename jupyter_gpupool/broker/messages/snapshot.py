@@ -232,7 +232,7 @@ class Snapshots:
             "holds": [{"id": h.id, "kind": h.kind, "since": h.since} for h in record.holds],
             "device": device,
             "devices": devices,
-            "landing": sorted({*session.landing}),
+            "landing": sorted(session.leaves),
             "slices": self._slices(session, view),
             "queue_position": view.queue_position,
             "queue_length": view.queue_length,

@@ -47,7 +47,7 @@ from ...states import ATTACHED
 from ..core import Core
 from ..gpu.actions import DeviceActions
 from ..gpu.health import SuddenEnds
-from ..gpu.landing import Landings
+from ..gpu.landing_recovery import LandingRecovery
 from ..lifecycle import GRACE, Lifecycle
 from ..messages.guard import GuardMessages
 from ..pages.activity import DEVICE_HOLD, Activity
@@ -161,7 +161,7 @@ class Recovery:
         pages: ControlPages,
         activity: Activity,
         guard: GuardMessages,
-        landings: Landings,
+        landings: LandingRecovery,
         lifecycle: Lifecycle,
         actions: DeviceActions,
         sudden_ends: SuddenEnds,
@@ -192,11 +192,12 @@ class Recovery:
             stored = {}
         journal.remember("boot", boot_id())
         journal.remember("socket", socket)
-        # The broker finishes the moves of processes before it asks the driver about sessions,
+        # The broker ends the moves of processes before it asks the driver about sessions,
         # because a process in a move is between two devices.
         guarded = [n for n, entry in stored.items() if self._service.guard and _was_guarded(entry)]
-        await asyncio.gather(*(self._landings.recover(name) for name in guarded))
-        found, dead = await recover(stored, self._service, core.now(), self._log)
+        stuck = await asyncio.gather(*(self._landings.recover(name) for name in guarded))
+        moving = {name for name, is_stuck in zip(guarded, stuck, strict=True) if is_stuck}
+        found, dead = await recover(stored, self._service, core.now(), self._log, moving)
         for name, owner, reason in dead:
             journal.put(name, None)
             core.note("close", owner=owner, reason=reason, detail={"session": name})
@@ -237,6 +238,7 @@ class Recovery:
     def _go_on(self, one: RecoveredSession) -> None:
         session, core = one.session, self._core
         self._correct_page(one)
+        self._landings.go_on(session)
         if one.record.slices:
             core.set_state(session.id, one.record.state)
         if session.process is None:
@@ -284,9 +286,17 @@ def _was_guarded(entry: Any) -> bool:
 
 
 async def recover(
-    stored: Mapping[str, Mapping[str, Any]], devices: Devices, now: float, log: logging.Logger
+    stored: Mapping[str, Mapping[str, Any]],
+    devices: Devices,
+    now: float,
+    log: logging.Logger,
+    landing: Collection[str] = (),
 ) -> tuple[list[RecoveredSession], list[tuple[str, str, str]]]:
-    """Return the living sessions, and (id, owner, reason) of the others."""
+    """Return the living sessions, and (id, owner, reason) of the others.
+
+    ``landing`` names sessions of which a process is suspended only because it was moving to its
+    slice. The other processes of such a session run.
+    """
     living: list[tuple[LiveSession, SessionRecord]] = []
     dead: list[tuple[str, str, str]] = []
     for name, entry in stored.items():
@@ -301,7 +311,9 @@ async def recover(
             dead.append((name, record.owner.name, "its process ended while there was no broker"))
         else:
             living.append((session, record))
-    found = await asyncio.gather(*(_recover_one(s, r, devices, now, log) for s, r in living))
+    found = await asyncio.gather(
+        *(_recover_one(s, r, devices, now, log, lands=s.id in landing) for s, r in living)
+    )
     return list(found), dead
 
 
@@ -311,6 +323,8 @@ async def _recover_one(
     devices: Devices,
     now: float,
     log: logging.Logger,
+    *,
+    lands: bool,
 ) -> RecoveredSession:
     if session.process is None:
         # The session's server is starting the kernel now. Its message ``launched`` will name the
@@ -333,6 +347,8 @@ async def _recover_one(
         # The process is stopped or stuck, and the driver does not show whether it is suspended. So
         # the session keeps what the journal says: its slice or its suspended state.
         state = "checkpointed" if record.suspended and record.state != "attaching" else "running"
+    if lands and state == "checkpointed" and record.state in (*ATTACHED, "detaching"):
+        state = "running"  # ``Landings`` brings the suspended process back
     if state in ("failed", "locked"):
         return RecoveredSession(
             session, _detached(record, now), f"The driver lost its GPU state ({state})."

@@ -5,11 +5,6 @@
 A suspend first locks all processes, then checkpoints all processes (children first). If a lock
 times out, the suspend has not copied the memory of any process yet, so no process waits for a
 suspended process. After any refusal, the suspend undoes all of its steps.
-
-A process is bound to the devices that it saw at cuInit. When the process makes its first context,
-its session's slice may be on another device. In this case the process makes the context on the
-device that it is bound to, and then *lands*: the broker suspends only this process, and restores it
-on the device of the slice. See ``guard/src/landing.c``, ``broker/gpu/landing.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any, Callable, Collection, Mapping, Sequence
+from typing import Any, Collection, Mapping, Sequence
 
 from ... import procfs
 from ...errors import DriverError
@@ -79,16 +74,21 @@ class Operation:
         #: of the calls.
         self.touched: list[ProcessId] = []
         self._before: list[DeviceSample] = []
+        self._at_least: Mapping[str, int] = {}
         #: Processes that do not run again after the operation, because they are stopped (SIGSTOP).
         self.unsettled: list[ProcessId] = [] if first is None else first.unsettled
         #: Processes that the driver may still lock, because the lock call has no answer yet.
         self.late: list[ProcessId] = [] if first is None else first.late
         #: Processes that are still suspended after a refused suspend, because the undo could not
-        #: resume them. They are in the order of their suspend. ``kept_why`` is the reason.
+        #: resume them. They are in the order of their suspend. ``kept_why`` is the reason, and
+        #: ``kept_with_room`` says whether the driver refused although there was room.
         self.kept: list[ProcessId] = []
         self.kept_why = ""
+        self.kept_with_room = False
         #: The outcome that a refused suspend has when all of its processes run again.
         self.refused: SuspendOutcome | None = None
+        if first is not None:
+            self.follow(first)
 
     @property
     def root(self) -> ProcessId:
@@ -103,6 +103,18 @@ class Operation:
     def again(self) -> Operation:
         """Return a new operation on the same processes; both share ``unsettled`` and ``late``."""
         return Operation(self._calls, self._sampler, self._root, first=self)
+
+    def follow(self, earlier: Operation) -> None:
+        """Note how much memory the processes had before ``earlier``, so that an undo needs it."""
+        self._before, self._at_least = earlier._before, earlier._at_least
+
+    def require(self, at_least: Mapping[str, int]) -> None:
+        """From now on, let an undo restore a process only if ``at_least`` bytes are free.
+
+        ``at_least`` has a number for each device. It counts even if the process had less memory in
+        the sample before the operation.
+        """
+        self._at_least = at_least
 
     # ------------------------------------------------------------------ suspend
 
@@ -228,16 +240,13 @@ class Operation:
         # "hung" means that the state of a process could not be read. The undo has now read the
         # states of all processes, so the session is not lost, and the suspend can be retried.
         status = "drain" if refused.status == "hung" else refused.status
-        outcome = self._suspended(status, refused.message)
-        if not self.kept:
-            return outcome
-        self.refused = outcome
-        return replace(outcome, status="kept", message=f"{refused.message} {self.kept_why}")
+        return self.keep(self._suspended(status, refused.message))
 
     async def bring_back(self, earlier: Operation) -> SuspendOutcome:
         """Try again to resume the processes that ``earlier`` left suspended, if there is room."""
         assert earlier.refused is not None
-        self._before, self.refused = earlier._before, earlier.refused
+        self.follow(earlier)
+        self.refused = earlier.refused
         trouble = await self.undo(earlier.kept, patience=0.0)
         if procfs.ending(self._root):
             return self._suspended("gone", checkpoint.absent(self._root, "gone"))
@@ -246,19 +255,6 @@ class Operation:
         if self.kept:
             return replace(self.refused, status="kept", message=self.kept_why)
         return self.refused
-
-    async def stay_put(self, outcome: ResumeOutcome) -> ResumeOutcome:
-        """After a suspend of this operation and a refused move, restore the process in its place.
-
-        ``outcome`` is the outcome of the move. Return it, or the problem.
-        """
-        trouble = await self.undo(self.touched)
-        if trouble:
-            return ResumeOutcome("failed", trouble[1])
-        if not self.kept:
-            return ResumeOutcome(outcome.status, outcome.message, stay=outcome.stay)
-        self.refused = self._suspended("drain", outcome.message)
-        return replace(outcome, status="kept", message=f"{outcome.message} {self.kept_why}")
 
     async def undo(
         self, touched: Collection[ProcessId], *, patience: float = ROOM_WAIT
@@ -277,6 +273,7 @@ class Operation:
                 answer = await self._back(process, patience)
                 if answer.value == "checkpointed" and answer.outcome == "refused":
                     self.kept.insert(0, process)
+                    self.kept_with_room |= answer.code != _NO_ROOM
                     self.kept_why = (
                         f"Process {process.pid} is not back on its GPU yet ({answer.message}); "
                         "the driver still has the state of the process, and the pool tries again."
@@ -318,14 +315,16 @@ class Operation:
             await asyncio.sleep(0.1)
 
     async def _wait_for_room(self, process: ProcessId, deadline: float) -> str:
-        """Wait until as much memory is free as the process had, but not longer than ``deadline``.
+        """Wait until as much memory is free as the process needs, but at most until ``deadline``.
 
         Return "", or why the memory is not free. A program outside the pool must have taken it,
         because the session still has the lease.
         """
-        had = {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid == process.pid)
-               for s in self._before}  # fmt: skip
-        while (problem := await self._no_room(had)) and time.monotonic() < deadline:
+        need = dict(self._at_least)
+        for s in self._before:
+            had = sum(p.bytes or 0 for p in s.processes if p.pid == process.pid)
+            need[s.uuid] = max(had, need.get(s.uuid, 0))
+        while (problem := await self._no_room(need)) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
         return problem
 
@@ -356,6 +355,13 @@ class Operation:
         if not free:
             message = f"NVML still shows the memory of {sorted(pids)} after the suspend."
         return self._suspended("suspended", message, targets, freed_bytes(before, after, pids))
+
+    def keep(self, outcome: SuspendOutcome) -> SuspendOutcome:
+        """After an undo: return ``outcome``, or ``kept`` if a process is still suspended."""
+        if not self.kept:
+            return outcome
+        self.refused = outcome
+        return replace(outcome, status="kept", message=f"{outcome.message} {self.kept_why}")
 
     def _suspended(
         self,
@@ -553,57 +559,3 @@ def freed_bytes(
             most = found[old.uuid] + len(pids) * assumed_context(old.total)
             found[old.uuid] = max(found[old.uuid], min(new.free - old.free, most))
     return found
-
-
-# ---------------------------------------------------------------------- landing
-
-
-async def land(
-    operation: Operation,
-    devices: Sequence[str],
-    origin: Sequence[str],
-    need: Mapping[str, int],
-    everything: Sequence[str],
-    *,
-    restoring: Callable[[], None],
-) -> ResumeOutcome:
-    """Move the process of ``operation`` from ``origin[i]`` to ``devices[i]``.
-
-    This function calls ``restoring`` after the suspend and before the restore. If the result is
-    ``refused`` or ``no-room``, the process runs on its old devices. ``stay`` is True if the
-    driver cannot move the process. After ``kept``, the process is suspended:
-    :meth:`Operation.bring_back` restores it on its old devices. After ``failed`` or ``hung``, the
-    driver has lost the process.
-    """
-    suspended = await operation.suspend(origin)
-    if suspended.status in ("gone", "failed", "hung"):
-        return ResumeOutcome(suspended.status, suspended.message)
-    if suspended.status != "suspended":
-        text = suspended.message or "The driver offers no way to suspend the process."
-        refused = operation.refused or suspended
-        outcome = ResumeOutcome("refused", text, stay=refused.status != "drain")
-        return replace(outcome, status="kept") if suspended.status == "kept" else outcome
-    restoring()
-    outcome = await operation.again().resume(devices, origin, need, everything)
-    if outcome.status in ("no-room", "refused"):
-        return await operation.stay_put(outcome)
-    return replace(
-        outcome,
-        seconds=suspended.seconds + outcome.seconds,
-        driver_seconds=operation.driver_seconds,
-    )
-
-
-async def interrupted(operation: Operation, process: ProcessId) -> tuple[str, str]:
-    """After a broker has died while it moved a process: let the process continue without a move.
-
-    Return the driver's state before this call, and the problem: why the process is still suspended,
-    or why it could not be brought back. The problem is "" if the driver lets the process run again,
-    or held neither the process nor its state.
-    """
-    state = await operation.state()
-    if state not in ("locked", "checkpointed"):
-        return state, ""
-    again = operation.again()
-    trouble = await again.undo([process])
-    return state, trouble[1] if trouble else again.kept_why

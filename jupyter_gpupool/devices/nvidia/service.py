@@ -9,16 +9,20 @@ of the event loop may call the service. Operations on the same device wait for e
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from typing import Callable, Mapping, Sequence
 
 from ... import procfs
+from ...errors import DriverError
 from ...procfs import ProcessId
 from ..model import DeviceSample, ResumeOutcome, SessionState, SuspendOutcome
-from .checkpoint import complete_mapping
+from .checkpoint import absent, complete_mapping
 from .inventory import Inventory
-from .operations import Operation, interrupted, land
+from .landing_move import LandingMove, interrupted
+from .operations import Operation
 from .visibility import environment
-from .workers import KEPT_PAUSE, KEPT_POLL
+from .workers import KEPT_MOST, KEPT_PATIENCE, KEPT_PAUSE, KEPT_POLL
 
 
 class DeviceService(Inventory):
@@ -86,22 +90,53 @@ class DeviceService(Inventory):
     async def _bring_back(
         self, earlier: Operation, session: str, devices: Sequence[str], *, alone: bool = False
     ) -> SuspendOutcome:
-        """Retry until no process that ``earlier`` left suspended is suspended any more."""
+        """Retry until no process that ``earlier`` left suspended is suspended any more.
+
+        The outcome is ``failed`` if the driver goes on refusing although there is room, and
+        although the devices pass their test.
+        """
 
         async def again(operation: Operation) -> SuspendOutcome:
             nonlocal earlier
             before, earlier = earlier, operation
             return await operation.bring_back(before)
 
-        pause = KEPT_POLL
-        while True:
+        pause, refusals, since = KEPT_POLL, 0, 0.0
+        while procfs.presence(earlier.root) != "gone":
             await asyncio.sleep(pause)
             pause = min(2 * pause, KEPT_PAUSE)
-            outcome = await self._workers.perform(
-                again, earlier.root, session, devices, alone=alone
-            )
+            if self.down or any(u not in self._devices or self.is_aside(u) for u in devices):
+                continue  # the state is safe in host memory until the device is back
+            try:
+                outcome = await self._workers.perform(
+                    again, earlier.root, session, devices, alone=alone
+                )
+            except DriverError as error:
+                self._log.error("Session %s stays suspended: %s", session, error)
+                continue
             if outcome.status != "kept":
                 return outcome
+            if not earlier.kept_with_room:
+                refusals = 0
+                continue
+            now = time.monotonic()
+            refusals, since = refusals + 1, since if refusals else now
+            if refusals >= KEPT_MOST and now - since >= KEPT_PATIENCE:
+                if await self._all_pass(devices):
+                    return SuspendOutcome(
+                        "failed",
+                        f"The driver refused {refusals} times to restore process "
+                        f"{earlier.kept[0].pid}, although there was room. Its state is lost.",
+                    )
+                refusals = 0
+        return SuspendOutcome("gone", absent(earlier.root, "gone"))
+
+    async def _all_pass(self, devices: Sequence[str]) -> bool:
+        try:
+            return all([(await self.self_test(uuid)).can_suspend for uuid in devices])
+        except DriverError as error:
+            self._log.error("The devices cannot be tested: %s", error)
+            return False
 
     async def resume(
         self,
@@ -152,44 +187,63 @@ class DeviceService(Inventory):
         session: str,
         need: Mapping[str, int],
         restoring: Callable[[], None],
+        staying: Callable[[], None],
         on_kept: Callable[[str], None] = lambda _message: None,
     ) -> ResumeOutcome:
-        """Move one process of a session to the session's devices. See :mod:`.operations`.
+        """Move one process of a session to the session's devices.
 
-        If the driver refuses the move and the process cannot be restored on its old devices, the
-        service retries this restore, as :meth:`suspend` does.
+        See :class:`.landing_move.LandingMove`. If the driver refuses the move and the process
+        cannot be restored on its old devices, the service retries this restore, as :meth:`suspend`
+        does.
         """
+        move = LandingMove(
+            devices, origin, need, self._contexts(origin), self._physical(), restoring, staying
+        )
         last: list[Operation] = []
 
         async def run(operation: Operation) -> ResumeOutcome:
             last[:] = [operation]
-            return await land(
-                operation, devices, origin, need, self._physical(), restoring=restoring
-            )
+            return await move.land(operation)
 
         both = [*dict.fromkeys((*devices, *origin))]
         outcome = await self._workers.perform(run, process, session, both, alone=True)
-        if outcome.status != "kept":
+        if not last[0].kept or outcome.status not in ("refused", "no-room"):
             return outcome
         self._log.error("%s", outcome.message)
         on_kept(outcome.message)
         back = await self._bring_back(last[0], session, both, alone=True)
         if back.status in ("gone", "failed", "hung"):
             return ResumeOutcome(back.status, back.message)
-        return ResumeOutcome("refused", back.message, stay=outcome.stay)
+        return replace(outcome, message=back.message)
 
-    async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
+    async def landed(
+        self,
+        process: ProcessId,
+        *,
+        session: str,
+        origin: Sequence[str] = (),
+        staying: Callable[[], None] = lambda: None,
+    ) -> tuple[str, str]:
         """Let a process continue, after an earlier broker died during the landing of the process.
 
-        Return the driver's state before this call, and the problem, as :func:`interrupted` does.
+        ``origin`` are the devices on which the process had a context. The method calls ``staying``
+        before it restores the process there. Return the driver's state
+        before this call, and the problem, as :func:`.landing_move.interrupted` does.
         """
         if procfs.presence(process) == "gone":
             return "gone", ""
+        if gone := [uuid for uuid in origin if uuid not in self._devices]:
+            raise DriverError(f"The driver no longer lists device {gone[0]}.")
 
         async def run(operation: Operation) -> tuple[str, str]:
-            return await interrupted(operation, process)
+            return await interrupted(operation, process, self._contexts(origin), staying)
 
-        return await self._workers.perform(run, process, session, self._any_device(), alone=True)
+        devices = [*dict.fromkeys(origin)] or self._any_device()
+        return await self._workers.perform(run, process, session, devices, alone=True)
+
+    def _contexts(self, devices: Sequence[str]) -> dict[str, int]:
+        """Return the size of a context for each device that the driver lists."""
+        return {uuid: self.context_bytes(uuid) for uuid in devices if uuid in self._devices}
 
     async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
         """Return the driver's state of a session: the worst state of its processes.

@@ -31,6 +31,11 @@ _T = TypeVar("_T")
 #: between two attempts, in seconds. The pause doubles after each attempt.
 KEPT_POLL, KEPT_PAUSE = 0.5, 30.0
 
+#: The state of a process counts as lost after KEPT_MOST attempts in a row that the driver refused
+#: although there was room. The last of them must come at least KEPT_PATIENCE seconds after the
+#: first. The reason is the same as in ``broker/gpu/refusals.py``.
+KEPT_MOST, KEPT_PATIENCE = 5, 120.0
+
 #: Seconds between two checks whether a stopped process runs again (after SIGCONT).
 _SETTLE_POLL = 0.25
 
@@ -59,8 +64,9 @@ class Workers:
         self._lock_timeout = lock_timeout
         self._locks: dict[str, asyncio.Lock] = {}
         self._running: set[asyncio.Task[Any]] = set()
-        #: For the root of a session: the session's processes that the driver may lock later.
-        self._late: dict[ProcessId, Sequence[ProcessId]] = {}
+        #: For the root of a session with a task in ``settling``: the session's processes that were
+        #: stopped, and those that the driver may lock later.
+        self._left: dict[ProcessId, tuple[Sequence[ProcessId], Sequence[ProcessId]]] = {}
 
     def add(self, uuid: str) -> None:
         """Make a worker for a device, if the device has no worker."""
@@ -148,12 +154,13 @@ class Workers:
             asked = time.monotonic()
             async with self.locked(devices):
                 waited = time.monotonic() - asked
-                late = await self._forget_settling(root)
+                stopped, late = await self._forget_settling(root)
                 operation = self.operation(self.children[devices[0]], root, session, alone=alone)
                 result = await run(operation)
                 if isinstance(result, (SuspendOutcome, ResumeOutcome)):
                     result = replace(result, waited=waited)
             if not (isinstance(result, SuspendOutcome) and result.status == "suspended"):
+                operation.unsettled.extend(p for p in stopped if p not in operation.unsettled)
                 operation.late.extend(p for p in late if p not in operation.late)
             self._settle(operation, root, session, devices)
             return result
@@ -176,7 +183,10 @@ class Workers:
     async def locked(self, devices: Sequence[str]) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             for uuid in sorted({*devices}):  # all callers use this order, which avoids a deadlock
-                await stack.enter_async_context(self._locks[uuid])
+                if uuid in self._locks:
+                    await stack.enter_async_context(self._locks[uuid])
+                if uuid not in self._locks:  # also if the device was removed during the wait
+                    raise DriverError(f"The driver no longer lists device {uuid}.")
             yield
 
     def _settle(
@@ -203,6 +213,7 @@ class Workers:
             while left:
                 async with self.locked(devices):
                     again = self.operation(self.children[devices[0]], root, session)
+                    again.follow(operation)
                     trouble = await again.undo(left)
                 if trouble:
                     self._log.error("%s", trouble[1])
@@ -213,7 +224,7 @@ class Workers:
 
         task = asyncio.create_task(settle())
         self.settling[root] = task
-        self._late[root] = late
+        self._left[root] = stopped, late
         task.add_done_callback(lambda _: self._settled(root, task))
 
     async def _landed(
@@ -232,12 +243,14 @@ class Workers:
     def _settled(self, root: ProcessId, task: asyncio.Task[None]) -> None:
         if self.settling.get(root) is task:
             del self.settling[root]
-            self._late.pop(root, None)
+            self._left.pop(root, None)
 
-    async def _forget_settling(self, root: ProcessId) -> Sequence[ProcessId]:
-        """Stop the task in ``settling`` of a session; return its processes in ``_late``."""
-        task, late = self.settling.pop(root, None), self._late.pop(root, ())
+    async def _forget_settling(
+        self, root: ProcessId
+    ) -> tuple[Sequence[ProcessId], Sequence[ProcessId]]:
+        """Stop the task in ``settling`` of a session; return its processes in ``_left``."""
+        task, left = self.settling.pop(root, None), self._left.pop(root, ((), ()))
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
-        return late
+        return left
