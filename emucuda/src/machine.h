@@ -231,7 +231,10 @@ void pci_bus_id(unsigned device, char *out, size_t size);
 /* Returns true if a fault of this kind applies to the process, device and call, and adds 1 to the
  * fault's `used`. `device` < 0: any device. A fault with a count no longer applies when `used` has
  * reached the count. */
+/* `device` is a physical device, -1 for any device, or NO_DEVICE: then only a fault that names no
+ * device is found. */
 bool fault_hit(enum fault_kind kind, pid_t pid, int device, const char *op, struct fault *out);
+#define NO_DEVICE MAX_DEVICES
 /* Like fault_hit(), but does not change `used`, and ignores which call the fault names. */
 bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out);
 bool faults_pending(void); /* a cheap check whether any fault may be set */

@@ -148,7 +148,7 @@ CUresult suspend_out(void)
             fault_hit(FAULT_CHECKPOINT_REFUSED, getpid(), (int)driver.device[i].physical, NULL, &fault))
             return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_SUPPORTED;
     }
-    if (empty && fault_hit(FAULT_CHECKPOINT_REFUSED, getpid(), -1, NULL, &fault))
+    if (empty && fault_hit(FAULT_CHECKPOINT_REFUSED, getpid(), NO_DEVICE, NULL, &fault))
         return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_SUPPORTED;
     arena_poison(true);
     for (int i = 0; i < driver.count; i++)
@@ -260,7 +260,7 @@ CUresult suspend_in(const uint8_t *map, unsigned pairs, bool *fatal)
         if (owed[i] && fault_hit(FAULT_RESTORE_FAILED, getpid(), (int)target[i], NULL, &fault))
             result = fault.code ? (CUresult)fault.code : CUDA_ERROR_OPERATING_SYSTEM;
     }
-    if (empty && !result && fault_hit(FAULT_RESTORE_FAILED, getpid(), -1, NULL, &fault))
+    if (empty && !result && fault_hit(FAULT_RESTORE_FAILED, getpid(), NO_DEVICE, NULL, &fault))
         result = fault.code ? (CUresult)fault.code : CUDA_ERROR_OPERATING_SYSTEM;
     if (!fits && !result)
         result = keeps ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_OPERATING_SYSTEM;

@@ -18,6 +18,7 @@ folder in this module.
 from . import nvidia as vendor
 from .backend import DeviceOptions, Devices, GuardedDevices, OpenDevices
 from .model import (
+    Continued,
     DeviceSample,
     FileHolder,
     Finding,
@@ -30,6 +31,7 @@ from .model import (
 )
 
 __all__ = [
+    "Continued",
     "DeviceOptions",
     "DeviceSample",
     "Devices",

@@ -30,7 +30,7 @@ from typing import Callable, Collection, Mapping, Protocol, Sequence
 from ..errors import ConfigError
 from ..pool.model import Device
 from ..procfs import ProcessId
-from .model import DeviceSample, FileHolder, ResumeOutcome, SessionState, SuspendOutcome
+from .model import Continued, DeviceSample, FileHolder, ResumeOutcome, SessionState, SuspendOutcome
 
 
 def _nothing(*_: str) -> None:
@@ -312,18 +312,33 @@ class GuardedDevices(Devices, Protocol):
         session: str,
         origin: Sequence[str] = (),
         staying: Callable[[], None] = lambda: None,
-    ) -> tuple[str, str]:
+        patience: float = 5.0,
+    ) -> Continued:
         """Let a process continue, after an earlier broker died during the landing of the process.
 
-        ``origin`` are the devices on which the process had a context: it needs room there. The
-        method calls ``staying`` before it restores the process. Return the driver's state before
-        the call, and the problem that prevents the process from running, or "". The problem is also
-        "" if the process has ended.
+        ``origin`` are the devices on which the process had a context. The process needs room there,
+        and the method waits ``patience`` seconds for it. It calls ``staying`` before it restores
+        the process.
 
         Raises
         ------
         DriverError
-            If the operation could not begin.
+            If the operation could not begin, for example because a device is paused.
+        """
+
+    async def bring_back(
+        self,
+        process: ProcessId,
+        *,
+        session: str,
+        origin: Sequence[str] = (),
+        staying: Callable[[], None] = lambda: None,
+        on_kept: Callable[[str], None] = _nothing,
+    ) -> str:
+        """Call :meth:`landed` until the process runs or has ended.
+
+        Return "", or why the driver has lost the state of the process. If the process does not run
+        at first, call ``on_kept`` once with the reason.
         """
 
 

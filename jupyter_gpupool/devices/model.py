@@ -143,6 +143,19 @@ class ResumeOutcome:
     stay: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """Whether a process runs again that an earlier operation has left suspended or locked."""
+
+    #: The driver's state of the process before the call. ``failed`` also means that the restore
+    #: failed, and that the state is lost.
+    state: SessionState
+    #: Why the process does not run; "" if it runs or has ended.
+    problem: str = ""
+    #: Whether the driver refused the restore although there was room. The state is intact.
+    refused: bool = False
+
+
 #: If the size of a context was not measured, this many bytes are assumed. With current drivers, a
 #: context takes 300 to 600 MiB on a data-centre GPU. On a small (emulated) device, the assumed size
 #: is at most a sixteenth of the device's memory.

@@ -213,7 +213,8 @@ def test_kernel_that_got_a_slice_during_its_suspend_runs_again(driver, kernel):
     k.wait_state("active", seconds=PATIENCE)
     for worker in workers:
         worker.resume()
-    wait_until(lambda: "is not back on its GPU yet" in driver.tail(), "a try", PATIENCE)
+    (row,) = wait_until(lambda: driver.rows("kept"), "a try", PATIENCE)
+    assert "is not back on its GPU yet" in row["reason"]
     assert k.mark() == layout.LANDING_ASIDE
     assert k.status()["state"] == "active"
     driver.faults.clear()

@@ -16,6 +16,7 @@ import signal
 import pytest
 
 from jupyter_gpupool import procfs
+from jupyter_gpupool.devices import Continued
 from jupyter_gpupool.devices.children import ChildLost
 from jupyter_gpupool.devices.nvidia import service as service_module
 from jupyter_gpupool.devices.nvidia.calls import SessionCalls
@@ -484,11 +485,11 @@ async def test_landed_says_that_a_process_is_still_suspended(emulated):
         outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
         assert outcome.status == "suspended", outcome
         machine.faults.set("restore-failed", pid=target.pid)
-        found, trouble = await service.landed(target.root, session=SESSION)
-        assert found == "checkpointed"
-        assert f"Process {target.pid} is not back on its GPU yet" in trouble
+        found = await service.landed(target.root, session=SESSION)
+        assert (found.state, found.refused) == ("checkpointed", True)
+        assert f"Process {target.pid} is not back on its GPU yet" in found.problem
         machine.faults.clear("restore-failed")
-        assert await service.landed(target.root, session=SESSION) == ("checkpointed", "")
+        assert await service.landed(target.root, session=SESSION) == Continued("checkpointed")
         assert await target.do("digest", 1) == digest
 
 
@@ -542,6 +543,44 @@ async def test_kept_state_counts_as_lost_after_many_refusals(emulated, monkeypat
         assert "tries again" not in outcome.message
 
 
+async def test_bring_back_ends_with_the_loss_of_the_state(emulated, monkeypatch):
+    """restore-hides-loss: the driver says that it has the state, but refuses each restore."""
+    monkeypatch.setattr(service_module, "KEPT_PATIENCE", 1.0)
+    monkeypatch.setattr(service_module, "KEPT_PAUSE", 1.0)
+    machine = emulated(ONE)
+    machine.faults.set("restore-hides-loss")
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await filled(target)
+        await suspended(service, target, uuid)
+        machine.faults.set("restore-failed", pid=target.pid, count=1)
+        told = []
+        lost = await service.bring_back(
+            target.root, session=SESSION, origin=[uuid], on_kept=told.append
+        )
+        assert f"times to restore process {target.pid}, although there was room" in lost
+        assert len(told) == 1
+
+
+async def test_bring_back_waits_for_a_paused_gpu(emulated, waiting):
+    machine = emulated(ONE)
+    _, until = waiting
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        digest = await filled(target)
+        await suspended(service, target, uuid)
+        await service.stand_down("a new driver", [uuid])
+        told = []
+        task = asyncio.ensure_future(
+            service.bring_back(target.root, session=SESSION, origin=[uuid], on_kept=told.append)
+        )
+        await until(lambda: told, 60)
+        assert "paused" in told[0]
+        await service.renew([uuid])
+        assert await asyncio.wait_for(task, 60) == ""
+        assert await target.do("digest", 1) == digest
+
+
 async def test_refused_landing_is_undone_only_with_enough_room(emulated, waiting):
     """A restore without room is fatal: the process stays suspended until the memory is free."""
     machine = emulated("2x256MiB,context=16MiB")
@@ -584,13 +623,14 @@ async def test_landed_restores_a_process_only_with_enough_room(emulated):
         async with machine.target() as thief:
             await thief.do("context")
             await thief.do("take", 232 * MiB)
-            found, trouble = await service.landed(target.root, session=SESSION, **origin)
-            assert (found, steps) == ("checkpointed", ["staying"])
-            assert "has 8 MiB free, and the session needs 16 MiB" in trouble
+            found = await service.landed(target.root, session=SESSION, **origin)
+            assert (found.state, steps) == ("checkpointed", ["staying"])
+            assert "has 8 MiB free, and the session needs 16 MiB" in found.problem
+            assert not found.refused
             state = await service.driver_state(target.root, session=SESSION)
             assert state == "checkpointed"
         found = await service.landed(target.root, session=SESSION, **origin)
-        assert found == ("checkpointed", "")
+        assert found == Continued("checkpointed")
         assert await target.do("digest", 1) == digest
 
 
@@ -600,11 +640,11 @@ async def test_landed_says_that_a_process_is_stopped(emulated):
         digest = await filled(target)
         await suspended(service, target, devices[0].uuid)
         target.stop()
-        found, trouble = await service.landed(target.root, session=SESSION)
-        assert found == "hung"
-        assert f"Process {target.pid} is stopped" in trouble
+        found = await service.landed(target.root, session=SESSION)
+        assert found.state == "hung"
+        assert f"Process {target.pid} is stopped" in found.problem
         target.go_on()
-        assert await service.landed(target.root, session=SESSION) == ("checkpointed", "")
+        assert await service.landed(target.root, session=SESSION) == Continued("checkpointed")
         assert await target.do("digest", 1) == digest
 
 

@@ -138,7 +138,9 @@ class Landings:
             raise RefusedError(f"{step[:40]!r} is not a step of a landing.", code=Code.BAD_REQUEST)
         pid = connection.peer.pid
         if task := self._left.task_of(pid):
-            self._start(self._ask_later(task, connection, session, message))
+            self._waiting[connection] = self._start(
+                self._ask_later(task, connection, session, message)
+            )
             return
         if step == "cancel":
             self._cancel(pid)
@@ -174,6 +176,7 @@ class Landings:
         message: Message,
     ) -> None:
         await asyncio.wait({task})
+        self._waiting.pop(connection, None)
         try:
             self.ask(connection, session, message)
         except GPUPoolError as error:
@@ -354,6 +357,7 @@ class Landings:
         except Exception:
             self._log.exception("A landing of session %s failed", session.id)
             problem = "The broker's log has the error."
+            session.not_landed += 1
         finally:
             if problem and way.process in self._under_way:
                 # While this process has contexts on a device outside the slice, the broker must not
@@ -454,8 +458,7 @@ class Landings:
         record, gate = self._record(session), self._pages.gate(session)
         if [piece.device for piece in record.slices] != way.slice:
             return True
-        others = any(landing.session is session for landing in self._under_way.values())
-        if others or record.state != "active" or gate == PAUSED:
+        if session.landing or record.state != "active" or gate == PAUSED:
             return False  # the slice cannot be given back yet; the caller tries again
         self._pages.set_gate(session, CLOSED)
         reading = self._pages.read(session)

@@ -10,7 +10,9 @@ now asks this broker to move the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Collection
 
 from ... import procfs
 from ...devices import GuardedDevices
@@ -33,14 +35,13 @@ from ..pages.control import ControlPages
 from ..sessions import LiveSession
 from .actions import DeviceActions
 
-#: The first and the longest pause between two tries to let a process run again, in seconds.
-PAUSE, MOST_PAUSE = 0.5, 30.0
-
 #: The states of a process that is moving to its slice.
 _MOVING = (LANDING_MOVES, LANDING_RESTORE)
 
 #: The thread that waits for the move has this many seconds to ask the new broker.
 AGAIN = 10.0
+
+_NO_GPU = "The GPU on which the process initialised CUDA is no longer in the pool."
 
 
 class LandingRecovery:
@@ -73,10 +74,11 @@ class LandingRecovery:
         for task in self._tasks.values():
             task.cancel()
 
-    async def recover(self, name: str) -> bool:
+    async def recover(self, name: str, frozen: Collection[ProcessId] = ()) -> bool:
         """Let processes of session ``name`` run again if an earlier broker was moving them.
 
-        Call this before the broker continues with the session. Return whether a process is still
+        Call this before the broker continues with the session. ``frozen`` are processes that the
+        earlier broker has suspended on purpose after a move. Return whether a process is still
         suspended. :meth:`go_on` then tries again.
 
         If the thread that waits for a move was interrupted and does not ask, the process stays on
@@ -88,17 +90,26 @@ class LandingRecovery:
         stuck = []
         try:
             for slot in page.read().slots:
-                if slot.landing in _MOVING and procfs.alive(process_of(slot)):
-                    _, trouble = await self._let_run(name, page, slot)
-                    if trouble:
-                        self._log.error("Session %s: %s", name, trouble)
-                        stuck.append(slot)
+                process = process_of(slot)
+                if slot.landing not in _MOVING or not procfs.alive(process):
+                    continue
+                if process in frozen:
+                    page.set_landing(slot, LANDING_NONE)
+                    continue
+                trouble = await self._let_run(name, page, slot)
+                if trouble:
+                    self._log.error("Session %s: %s", name, trouble)
+                    stuck.append(slot)
         except (OSError, PageError) as error:
             self._log.error("The landings of session %s are unknown: %s", name, error)
         finally:
             page.close()
         self._found[name] = stuck
         return bool(stuck)
+
+    def forget(self, name: str) -> list[ProcessId]:
+        """Note that a session was not recovered; return its processes that are still suspended."""
+        return [process_of(slot) for slot in self._found.pop(name, ())]
 
     def go_on(self, session: LiveSession) -> None:
         """Bring back the processes of a recovered session that are still suspended."""
@@ -107,58 +118,75 @@ class LandingRecovery:
             session.landing[process] = self._origin(slot)
             self._tasks[process] = asyncio.create_task(self._bring_back(session, slot))
 
-    async def _bring_back(self, session: LiveSession, slot: Slot) -> None:
-        process, pause, told = process_of(slot), PAUSE, False
-        try:
-            while procfs.alive(process) and session.page is not None:
-                state, trouble = await self._let_run(session.id, session.page, slot)
-                if not trouble:
-                    return
-                if state == "failed":
-                    message = f"{trouble} The process was moving to the GPU of its slice."
-                    self._actions.end_session(e.EndSession(session=session.id, message=message))
-                    return
-                if not told:
-                    told = True
-                    self._actions.kept(session, trouble)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MOST_PAUSE)
-        except (OSError, PageError) as error:
-            self._log.error("The landings of session %s are unknown: %s", session.id, error)
-        finally:
-            self._tasks.pop(process, None)
-            session.landing.pop(process, None)
-
-    async def _let_run(self, name: str, page: Page, slot: Slot) -> tuple[str, str]:
-        """Let a process run again; return the driver's state before, and the problem or "".
+    async def _let_run(self, name: str, page: Page, slot: Slot) -> str:
+        """Let a process run again; return the problem or "".
 
         Raises
         ------
         OSError, PageError
             If the page cannot be read or written.
         """
-        process = process_of(slot)
-        now = next((s for s in page.read().slots if process_of(s) == process), None)
-        if now is None or now.landing not in _MOVING:
-            return "gone", ""
+        if self._unknown(slot):
+            return _NO_GPU
         try:
-            found, trouble = await self._service.landed(
-                process, session=name, origin=self._origin(slot),
+            found = await self._service.landed(
+                process_of(slot), session=name, origin=self._origin(slot),
                 staying=lambda: page.set_landing(slot, LANDING_MOVES),
             )  # fmt: skip
         except GPUPoolError as error:
-            return "hung", error.message
-        if not trouble:
-            if now.landing == LANDING_RESTORE and found in ("running", "locked"):
-                page.set_sees(slot, on_slice(slot))
-            page.set_landing(slot, LANDING_MOVES)
+            return error.message
+        if not found.problem:
+            self._runs(name, page, slot)
+        return found.problem
+
+    async def _bring_back(self, session: LiveSession, slot: Slot) -> None:
+        process = process_of(slot)
+
+        def staying() -> None:
+            if session.page is not None:
+                with contextlib.suppress(OSError):  # a damaged page must not prevent the restore
+                    session.page.set_landing(slot, LANDING_MOVES)
+
+        try:
+            while self._unknown(slot) and procfs.alive(process):
+                await asyncio.sleep(AGAIN)
+            lost = await self._service.bring_back(
+                process, session=session.id, origin=self._origin(slot), staying=staying,
+                on_kept=lambda problem: self._actions.kept(session, problem),
+            )  # fmt: skip
+            if lost:
+                message = f"{lost} The process was moving to the GPU of its slice."
+                self._actions.end_session(e.EndSession(session=session.id, message=message))
+            elif session.page is not None:
+                self._runs(session.id, session.page, slot)
+        except (OSError, PageError) as error:
+            self._log.error("The landings of session %s are unknown: %s", session.id, error)
+        except Exception:
+            self._log.exception("Process %d of session %s stays suspended", process.pid, session.id)
+        finally:
+            self._tasks.pop(process, None)
+            session.landing.pop(process, None)
+
+    def _runs(self, name: str, page: Page, slot: Slot) -> None:
+        """Write into the page that a process runs again."""
+        for now in page.read().slots:
+            if process_of(now) != process_of(slot) or now.landing not in _MOVING:
+                continue
+            if now.landing == LANDING_RESTORE:
+                # ``staying`` was not called: the earlier broker has restored it on its slice.
+                page.set_sees(now, on_slice(now))
+            page.set_landing(now, LANDING_MOVES)
             asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
-        return found, trouble
 
     def _origin(self, slot: Slot) -> tuple[str, ...]:
         """Return the devices on which a process that an earlier broker was moving had contexts."""
         known = {device_name(d.uuid): d.uuid for d in self._core.pool.devices()}
         return tuple(known[name] for name in slot.sees if name in known)
+
+    def _unknown(self, slot: Slot) -> bool:
+        """Return whether a device that a process sees is not in the pool."""
+        known = {device_name(d.uuid) for d in self._core.pool.devices()}
+        return not {*slot.sees} <= {*known, SEES_NONE, SEES_SLICE}
 
     async def _page(self, name: str) -> Page | None:
         """Open the page that an earlier broker made for a session; return None if it is not found.
@@ -190,8 +218,10 @@ class LandingRecovery:
             asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
             return
         reading = self._pages.read(session) if session is not None else None
-        if session is None or session.page is None or reading is None or session.landing:
+        if session is None or session.page is None or reading is None:
             return
+        if process_of(slot) in session.landing:
+            return  # its thread has asked
         for now in reading.slots:
             if process_of(now) == process_of(slot) and now.landing in _MOVING:
                 session.page.set_landing(now, LANDING_NONE)

@@ -135,6 +135,7 @@ class Maintenance:
 
     def close(self) -> None:
         """Stop working; the orders stay in the journal."""
+        self._aside.close()
         for task in (self._work, *self._tasks):
             if task is not None:
                 task.cancel()

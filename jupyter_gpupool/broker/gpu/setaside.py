@@ -15,9 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from ... import procfs
 from ...devices import GuardedDevices
-from ...errors import GPUPoolError
 from ...pool import events as e
 from ...pool.model import SessionRecord, Slice
 from ...procfs import ProcessId
@@ -33,9 +31,6 @@ WAITS = ("detached", "queued")
 #: A pause waits at most this many seconds for the suspends. A suspend may last longer if the driver
 #: refuses it, and cannot restore a process that it has suspended already.
 PATIENCE = 10.0
-
-#: The first and the longest pause between two tries to restore a session, in seconds.
-RETRY, MOST_RETRY = 0.5, 30.0
 
 
 class UnleasedSuspends:
@@ -79,11 +74,16 @@ class UnleasedSuspends:
                 continue
             self._tried[key] = pids
             session.setting_aside = True
-            task = asyncio.create_task(self._try(session, *candidate, key))
+            task = asyncio.create_task(self._try(session, *candidate))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         if self._tasks:
             await asyncio.wait([*self._tasks], timeout=PATIENCE)
+
+    def close(self) -> None:
+        """Stop. The next broker goes on."""
+        for task in self._tasks:
+            task.cancel()
 
     def forget(self, order: tuple[str, float]) -> None:
         """Note that an order is over."""
@@ -116,11 +116,11 @@ class UnleasedSuspends:
         session: LiveSession,
         process: ProcessId,
         record: SessionRecord,
-        key: tuple[str, float, str],
     ) -> None:
         try:
             await self._suspend(session, process, record)
-            if key not in self._tried:  # the order has ended during the suspend
+            if all(tried[2] != session.id for tried in self._tried):
+                # The order has ended during the suspend.
                 await self._resume(session)
         # After an error, the pause continues. The broker then asks the user to restart the kernel.
         except Exception as error:
@@ -143,6 +143,8 @@ class UnleasedSuspends:
                 process, record.bound, session=session.id,
                 on_kept=lambda message: self._actions.kept(session, message),
             )  # fmt: skip
+            if outcome.status == "gone":
+                self._actions.end_frozen(session.id, outcome.processes)
             if outcome.status in ("failed", "hung"):
                 self._actions.end_session(e.EndSession(session=session.id, message=outcome.message))
             if outcome.status != "suspended":
@@ -157,7 +159,7 @@ class UnleasedSuspends:
             if not done:
                 # The pool has given the session a slice during the suspend, so the session must
                 # run.
-                await self._restore(session, process)
+                await self._restore(session)
                 return
             self._core.dirty(session.id)
             self._core.note("set-aside", session, device=record.bound[0])
@@ -194,23 +196,23 @@ class UnleasedSuspends:
         self._core.dirty(session.id)
         self._core.commit()
 
-    async def _restore(self, session: LiveSession, process: ProcessId) -> None:
-        """Restore a session that has a slice; try again until it runs or ends."""
-        pause = RETRY
-        while procfs.alive(process):
-            try:
-                if await self._restored(session):
-                    return
-            except GPUPoolError as error:
-                self._log.warning("Session %s: %s", session.id, error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, MOST_RETRY)
+    async def _restore(self, session: LiveSession) -> None:
+        """Restore a session that has a slice; try again until it runs, ends or is lost."""
+        for process in reversed(session.frozen):
+            lost = await self._service.bring_back(
+                process, session=session.id,
+                on_kept=lambda problem: self._actions.kept(session, problem),
+            )  # fmt: skip
+            if lost:
+                self._actions.end_session(e.EndSession(session=session.id, message=lost))
+                return
+        session.frozen = ()
 
     async def _restored(self, session: LiveSession) -> bool:
         for process in reversed(session.frozen):
-            _, trouble = await self._service.landed(process, session=session.id)
-            if trouble:
-                self._log.warning("Session %s: %s", session.id, trouble)
+            found = await self._service.landed(process, session=session.id)
+            if found.problem:
+                self._log.warning("Session %s: %s", session.id, found.problem)
                 return False
         session.frozen = ()
         return True

@@ -195,13 +195,16 @@ class Recovery:
         # The broker ends the moves of processes before it asks the driver about sessions,
         # because a process in a move is between two devices.
         guarded = [n for n, entry in stored.items() if self._service.guard and _was_guarded(entry)]
-        stuck = await asyncio.gather(*(self._landings.recover(name) for name in guarded))
+        stuck = await asyncio.gather(
+            *(self._landings.recover(name, frozen_in(stored[name])) for name in guarded)
+        )
         moving = {name for name, is_stuck in zip(guarded, stuck, strict=True) if is_stuck}
         found, dead = await recover(stored, self._service, core.now(), self._log, moving)
         for name, owner, reason in dead:
             journal.put(name, None)
             core.note("close", owner=owner, reason=reason, detail={"session": name})
-            self._actions.end_frozen(name, frozen_in(stored[name]))
+            suspended = {*frozen_in(stored[name]), *self._landings.forget(name)}
+            self._actions.end_frozen(name, [*suspended])
             with suppress(KeyError, TypeError, ValueError):  # an unreadable record
                 self._sudden_ends.ended(from_json(stored[name]["record"]))
         for one in found:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Callable, Mapping, Sequence
 
 from ...procfs import ProcessId
-from ..model import ResumeOutcome, SuspendOutcome
+from ..model import Continued, ResumeOutcome, SuspendOutcome
 from .operations import Operation
 
 
@@ -46,7 +46,7 @@ class LandingMove:
         process is still suspended, and :meth:`Operation.bring_back` can restore it on its old
         devices. After ``failed`` or ``hung``, the driver has lost the process.
         """
-        operation.require(self.at_least)
+        operation.require(operation.root, self.at_least)
         suspended = await operation.suspend(self.origin)
         if suspended.status in ("gone", "failed", "hung"):
             return ResumeOutcome(suspended.status, suspended.message)
@@ -77,28 +77,31 @@ async def interrupted(
     process: ProcessId,
     at_least: Mapping[str, int],
     staying: Callable[[], None],
-) -> tuple[str, str]:
+    *,
+    patience: float,
+) -> Continued:
     """After a broker has died while it moved a process: let the process continue without a move.
 
     A restore begins only if the bytes ``at_least`` are free on each device, and after a call of
-    ``staying``. Return the driver's
-    state before this call, and the problem: why the process is still suspended, or why it could not
-    be brought back. The problem is "" if the driver lets the process run again, or held neither the
-    process nor its state.
+    ``staying``. It waits ``patience`` seconds for the room.
     """
     state = await operation.state()
     if state == "hung":
-        return state, f"Process {process.pid} is stopped, or the driver does not answer for it."
+        return Continued(
+            state, f"Process {process.pid} is stopped, or the driver does not answer for it."
+        )
     if state == "failed":
-        return state, f"The driver has lost the state of process {process.pid}."
+        return Continued(state, f"The driver has lost the state of process {process.pid}.")
     if state not in ("locked", "checkpointed"):
-        return state, ""
+        return Continued(state)
     if state == "checkpointed":
         staying()
     again = operation.again()
-    again.require(at_least)
-    trouble = await again.undo([process])
-    if trouble or again.kept:
-        return state, trouble[1] if trouble else again.kept_why
+    again.require(process, at_least)
+    trouble = await again.undo([process], patience=patience)
+    if trouble:
+        return Continued("failed" if trouble[0] == "failed" else "hung", trouble[1])
+    if again.kept:
+        return Continued(state, again.kept_why, refused=again.kept_with_room)
     stopped = process in again.unsettled
-    return state, f"Process {process.pid} is stopped (SIGSTOP)." if stopped else ""
+    return Continued(state, f"Process {process.pid} is stopped (SIGSTOP)." if stopped else "")

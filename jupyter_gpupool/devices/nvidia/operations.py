@@ -73,8 +73,9 @@ class Operation:
         #: Processes that this operation has locked or suspended, or may have locked, in the order
         #: of the calls.
         self.touched: list[ProcessId] = []
-        self._before: list[DeviceSample] = []
-        self._at_least: Mapping[str, int] = {}
+        #: For each process: how many bytes must be free on each device before the undo restores
+        #: the process.
+        self._need: dict[ProcessId, dict[str, int]] = {}
         #: Processes that do not run again after the operation, because they are stopped (SIGSTOP).
         self.unsettled: list[ProcessId] = [] if first is None else first.unsettled
         #: Processes that the driver may still lock, because the lock call has no answer yet.
@@ -105,27 +106,43 @@ class Operation:
         return Operation(self._calls, self._sampler, self._root, first=self)
 
     def follow(self, earlier: Operation) -> None:
-        """Note how much memory the processes had before ``earlier``, so that an undo needs it."""
-        self._before, self._at_least = earlier._before, earlier._at_least
+        """Let an undo need as much free memory for each process as an undo of ``earlier``."""
+        for process, need in earlier._need.items():
+            self.require(process, need)
 
-    def require(self, at_least: Mapping[str, int]) -> None:
-        """From now on, let an undo restore a process only if ``at_least`` bytes are free.
+    def hurry(self) -> None:
+        """From now on, wait only PATIENCE seconds for the driver's answer to a query."""
+        self._calls.limit_patience(PATIENCE)
 
-        ``at_least`` has a number for each device. It counts even if the process had less memory in
-        the sample before the operation.
+    def inherit(self, left: Operation) -> None:
+        """Take over the processes that an earlier operation left stopped or perhaps locked."""
+        self.unsettled.extend(p for p in left.unsettled if p not in self.unsettled)
+        self.late.extend(p for p in left.late if p not in self.late)
+        self.follow(left)
+
+    def require(self, process: ProcessId, need: Mapping[str, int]) -> None:
+        """From now on, let an undo restore ``process`` only if ``need`` bytes are free.
+
+        ``need`` has a number for each device. Of several numbers, the largest counts.
         """
-        self._at_least = at_least
+        known = self._need.setdefault(process, {})
+        for uuid, size in need.items():
+            known[uuid] = max(size, known.get(uuid, 0))
 
     # ------------------------------------------------------------------ suspend
 
     async def suspend(self, devices: Sequence[str]) -> SuspendOutcome:
         """Suspend the session. See :class:`SuspendOutcome`."""
-        self._calls.limit_patience(PATIENCE)
+        self.hurry()
         try:
             targets, adopted = await self._lock_all()
             # Take the sample after the locks, so that it contains the memory that a process takes
             # before its lock. A resume that reserves too little memory is fatal.
-            self._before = before = await self._sampler.sample_soon(devices)
+            before = await self._sampler.sample_soon(devices)
+            for process in targets:
+                had = {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid == process.pid)
+                       for s in before}  # fmt: skip
+                self.require(process, had)
             self._calls.allow_copy(sum(sample.used for sample in before))
             if not targets:
                 self._nothing_held(before)
@@ -234,7 +251,8 @@ class Operation:
     async def _give_up(self, refused: Refused) -> SuspendOutcome:
         trouble = await self.undo(self.touched)
         if procfs.ending(self._root):
-            return self._suspended("gone", checkpoint.absent(self._root, "gone"))
+            # Processes that are still suspended must end, too.
+            return self._suspended("gone", checkpoint.absent(self._root, "gone"), self.kept)
         if trouble:
             return self._suspended(trouble[0], f"{refused.message} {trouble[1]}")
         # "hung" means that the state of a process could not be read. The undo has now read the
@@ -249,7 +267,7 @@ class Operation:
         self.refused = earlier.refused
         trouble = await self.undo(earlier.kept, patience=0.0)
         if procfs.ending(self._root):
-            return self._suspended("gone", checkpoint.absent(self._root, "gone"))
+            return self._suspended("gone", checkpoint.absent(self._root, "gone"), self.kept)
         if trouble:
             return self._suspended(trouble[0], trouble[1])
         if self.kept:
@@ -320,10 +338,7 @@ class Operation:
         Return "", or why the memory is not free. A program outside the pool must have taken it,
         because the session still has the lease.
         """
-        need = dict(self._at_least)
-        for s in self._before:
-            had = sum(p.bytes or 0 for p in s.processes if p.pid == process.pid)
-            need[s.uuid] = max(had, need.get(s.uuid, 0))
+        need = self._need.get(process, {})
         while (problem := await self._no_room(need)) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
         return problem
@@ -397,7 +412,7 @@ class Operation:
         """
         mapping = complete_mapping((*origin,), (*devices,), (*everything,))
         self._calls.allow_copy(sum(need.values()))
-        self._calls.limit_patience(PATIENCE)
+        self.hurry()
         # Ask the worker and the monitor at the same time. The free memory does not change during
         # the questions, because the broker has reserved it for this session.
         found, problem = await asyncio.gather(self._look(known), self._no_room(need))

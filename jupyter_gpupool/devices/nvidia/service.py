@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Callable, Mapping, Sequence
 
 from ... import procfs
-from ...errors import DriverError
+from ...errors import Code, DriverError
 from ...procfs import ProcessId
-from ..model import DeviceSample, ResumeOutcome, SessionState, SuspendOutcome
+from ..model import Continued, DeviceSample, ResumeOutcome, SessionState, SuspendOutcome
 from .checkpoint import absent, complete_mapping
 from .inventory import Inventory
 from .landing_move import LandingMove, interrupted
-from .operations import Operation
+from .operations import ROOM_WAIT, Operation
 from .visibility import environment
 from .workers import KEPT_MOST, KEPT_PATIENCE, KEPT_PAUSE, KEPT_POLL
 
@@ -98,45 +98,46 @@ class DeviceService(Inventory):
 
         async def again(operation: Operation) -> SuspendOutcome:
             nonlocal earlier
+            self._check_in_use(devices)
             before, earlier = earlier, operation
             return await operation.bring_back(before)
 
-        pause, refusals, since = KEPT_POLL, 0, 0.0
+        pause, refusals = KEPT_POLL, _RefusedTries()
         while procfs.presence(earlier.root) != "gone":
             await asyncio.sleep(pause)
             pause = min(2 * pause, KEPT_PAUSE)
-            if self.down or any(u not in self._devices or self.is_aside(u) for u in devices):
-                continue  # the state is safe in host memory until the device is back
             try:
                 outcome = await self._workers.perform(
                     again, earlier.root, session, devices, alone=alone
                 )
+                if outcome.status != "kept":
+                    return outcome
+                if refusals.too_many(earlier.kept_with_room) and await self._all_pass(devices):
+                    return SuspendOutcome("failed", refusals.message(earlier.kept[0]))
             except DriverError as error:
-                self._log.error("Session %s stays suspended: %s", session, error)
-                continue
-            if outcome.status != "kept":
-                return outcome
-            if not earlier.kept_with_room:
-                refusals = 0
-                continue
-            now = time.monotonic()
-            refusals, since = refusals + 1, since if refusals else now
-            if refusals >= KEPT_MOST and now - since >= KEPT_PATIENCE:
-                if await self._all_pass(devices):
-                    return SuspendOutcome(
-                        "failed",
-                        f"The driver refused {refusals} times to restore process "
-                        f"{earlier.kept[0].pid}, although there was room. Its state is lost.",
-                    )
-                refusals = 0
-        return SuspendOutcome("gone", absent(earlier.root, "gone"))
+                # The state is safe in host memory until the device is back.
+                self._log.info("Session %s stays suspended: %s", session, error)
+        return SuspendOutcome("gone", absent(earlier.root, "gone"), processes=(*earlier.kept,))
+
+    def _check_in_use(self, devices: Sequence[str]) -> None:
+        """Raise DriverError if a device is paused or no longer listed."""
+        if self.down:
+            raise DriverError(self.down, code=Code.PAUSED)
+        for uuid in devices:
+            if uuid not in self._devices:
+                raise DriverError(f"The driver no longer lists device {uuid}.")
+            if self.is_aside(uuid):
+                raise DriverError(f"Device {uuid} is paused.", code=Code.PAUSED)
 
     async def _all_pass(self, devices: Sequence[str]) -> bool:
-        try:
-            return all([(await self.self_test(uuid)).can_suspend for uuid in devices])
-        except DriverError as error:
-            self._log.error("The devices cannot be tested: %s", error)
-            return False
+        """Test devices on which the driver refuses restores; return whether all pass."""
+        for uuid in devices:
+            device = await self.self_test(uuid)
+            if not device.can_suspend and self.on_device_lost is not None:
+                self.on_device_lost(uuid, device.tier_reason)
+            if not device.can_suspend or uuid in self.untested:
+                return False
+        return True
 
     async def resume(
         self,
@@ -211,7 +212,7 @@ class DeviceService(Inventory):
             return outcome
         self._log.error("%s", outcome.message)
         on_kept(outcome.message)
-        back = await self._bring_back(last[0], session, both, alone=True)
+        back = await self._bring_back(last[0], session, origin, alone=True)
         if back.status in ("gone", "failed", "hung"):
             return ResumeOutcome(back.status, back.message)
         return replace(outcome, message=back.message)
@@ -223,23 +224,59 @@ class DeviceService(Inventory):
         session: str,
         origin: Sequence[str] = (),
         staying: Callable[[], None] = lambda: None,
-    ) -> tuple[str, str]:
+        patience: float = ROOM_WAIT,
+    ) -> Continued:
         """Let a process continue, after an earlier broker died during the landing of the process.
 
-        ``origin`` are the devices on which the process had a context. The method calls ``staying``
-        before it restores the process there. Return the driver's state
-        before this call, and the problem, as :func:`.landing_move.interrupted` does.
+        See :func:`.landing_move.interrupted`. ``origin`` are the devices on which the process had a
+        context.
         """
         if procfs.presence(process) == "gone":
-            return "gone", ""
-        if gone := [uuid for uuid in origin if uuid not in self._devices]:
-            raise DriverError(f"The driver no longer lists device {gone[0]}.")
+            return Continued("gone")
 
-        async def run(operation: Operation) -> tuple[str, str]:
-            return await interrupted(operation, process, self._contexts(origin), staying)
+        async def run(operation: Operation) -> Continued:
+            self._check_in_use(origin)
+            if not patience:
+                operation.hurry()
+            return await interrupted(
+                operation, process, self._contexts(origin), staying, patience=patience
+            )
 
         devices = [*dict.fromkeys(origin)] or self._any_device()
         return await self._workers.perform(run, process, session, devices, alone=True)
+
+    async def bring_back(
+        self,
+        process: ProcessId,
+        *,
+        session: str,
+        origin: Sequence[str] = (),
+        staying: Callable[[], None] = lambda: None,
+        on_kept: Callable[[str], None] = lambda _message: None,
+    ) -> str:
+        """Call :meth:`landed` until the process runs or has ended; return why its state is lost."""
+        pause, refusals, told = KEPT_POLL, _RefusedTries(), False
+        while procfs.presence(process) != "gone":
+            try:
+                found = await self.landed(
+                    process, session=session, origin=origin, staying=staying, patience=0.0
+                )
+                if not found.problem:
+                    return ""
+                if found.state == "failed":
+                    return found.problem
+                if refusals.too_many(found.refused) and await self._all_pass(origin):
+                    return refusals.message(process)
+                problem = found.problem
+            except DriverError as error:
+                problem = str(error)
+            if not told:
+                self._log.error("Session %s: %s", session, problem)
+                on_kept(problem)
+                told = True
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, KEPT_PAUSE)
+        return ""
 
     def _contexts(self, devices: Sequence[str]) -> dict[str, int]:
         """Return the size of a context for each device that the driver lists."""
@@ -272,3 +309,24 @@ class DeviceService(Inventory):
             await operation.unlock()
 
         await self._workers.perform(run, root, session, self._any_device())
+
+
+@dataclass
+class _RefusedTries:
+    """Refusals in a row to restore a process although there was room."""
+
+    count: int = 0
+    first: float = 0.0
+
+    def too_many(self, refused: bool) -> bool:
+        """Count a try; return whether the state counts as lost if the devices pass their test."""
+        now = time.monotonic()
+        self.first = self.first if self.count else now
+        self.count = self.count + 1 if refused else 0
+        return self.count >= KEPT_MOST and now - self.first >= KEPT_PATIENCE
+
+    def message(self, process: ProcessId) -> str:
+        return (
+            f"The driver refused {self.count} times to restore process {process.pid}, although "
+            "there was room. Its state is lost."
+        )

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any, AsyncIterator, Awaitable, Callable, Coroutine, Sequence, TypeVar
 
@@ -55,18 +56,18 @@ class Workers:
         self.call_timeout = call_timeout
         #: The workers, by the UUID of the device.
         self.children: dict[str, Child] = {}
-        #: For the root of a session: the task that unlocks or restores the processes that an
-        #: operation could not bring back.
-        self.settling: dict[ProcessId, asyncio.Task[None]] = {}
+        #: By session: the task that unlocks or restores the processes that an operation could not
+        #: bring back, and this operation.
+        self.settling: dict[str, asyncio.Task[None]] = {}
+        self._left: dict[str, Operation] = {}
+        #: How many suspends of each session have succeeded.
+        self._suspends: Counter[str] = Counter()
         self._make = children.make
         self._log = log
         self._sampler = sampler
         self._lock_timeout = lock_timeout
         self._locks: dict[str, asyncio.Lock] = {}
         self._running: set[asyncio.Task[Any]] = set()
-        #: For the root of a session with a task in ``settling``: the session's processes that were
-        #: stopped, and those that the driver may lock later.
-        self._left: dict[ProcessId, tuple[Sequence[ProcessId], Sequence[ProcessId]]] = {}
 
     def add(self, uuid: str) -> None:
         """Make a worker for a device, if the device has no worker."""
@@ -76,8 +77,8 @@ class Workers:
 
     async def remove(self, uuid: str) -> None:
         """End the worker of a device that no longer exists."""
-        await self.children.pop(uuid).close()
         self._locks.pop(uuid, None)
+        await self.children.pop(uuid).close()
 
     def warm(self, uuid: str) -> None:
         """Start the worker of a device before the monitor has found the device.
@@ -154,15 +155,19 @@ class Workers:
             asked = time.monotonic()
             async with self.locked(devices):
                 waited = time.monotonic() - asked
-                stopped, late = await self._forget_settling(root)
+                left, suspends = await self._forget_settling(session), self._suspends[session]
                 operation = self.operation(self.children[devices[0]], root, session, alone=alone)
-                result = await run(operation)
-                if isinstance(result, (SuspendOutcome, ResumeOutcome)):
-                    result = replace(result, waited=waited)
-            if not (isinstance(result, SuspendOutcome) and result.status == "suspended"):
-                operation.unsettled.extend(p for p in stopped if p not in operation.unsettled)
-                operation.late.extend(p for p in late if p not in operation.late)
-            self._settle(operation, root, session, devices)
+                try:
+                    result = await run(operation)
+                    if isinstance(result, (SuspendOutcome, ResumeOutcome)):
+                        result = replace(result, waited=waited)
+                    if isinstance(result, SuspendOutcome) and result.status == "suspended":
+                        self._suspends[session] += 1
+                finally:
+                    # If the session is suspended now, its processes must stay so.
+                    if left is not None and self._suspends[session] == suspends:
+                        operation.inherit(left)
+                    self._settle(operation, root, session, devices)
             return result
 
         if not devices:
@@ -202,6 +207,9 @@ class Workers:
         stopped, late = operation.unsettled, operation.late
         if not stopped and not late:
             return
+        if session in self.settling:  # of an operation on other devices
+            operation.inherit(self._left.pop(session))
+            self.settling.pop(session).cancel()
 
         async def settle() -> None:
             while any(procfs.presence(process) == "stopped" for process in stopped):
@@ -211,21 +219,26 @@ class Workers:
                 return
             left, pause = [*stopped, *locked], KEPT_POLL
             while left:
-                async with self.locked(devices):
-                    again = self.operation(self.children[devices[0]], root, session)
-                    again.follow(operation)
-                    trouble = await again.undo(left)
-                if trouble:
-                    self._log.error("%s", trouble[1])
-                left = again.kept
+                try:
+                    async with self.locked(devices):
+                        again = self.operation(self.children[devices[0]], root, session)
+                        again.follow(operation)
+                        trouble = await again.undo(left)
+                except DriverError as error:
+                    self._log.error("Session %s stays suspended: %s", session, error)
+                    left = [process for process in left if procfs.presence(process) != "gone"]
+                else:
+                    if trouble:
+                        self._log.error("%s", trouble[1])
+                    left = again.kept
                 if left:
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, KEPT_PAUSE)
 
         task = asyncio.create_task(settle())
-        self.settling[root] = task
-        self._left[root] = stopped, late
-        task.add_done_callback(lambda _: self._settled(root, task))
+        self.settling[session] = task
+        self._left[session] = operation
+        task.add_done_callback(lambda _: self._settled(session, task))
 
     async def _landed(
         self, late: Sequence[ProcessId], root: ProcessId, session: str
@@ -240,16 +253,14 @@ class Workers:
         finally:
             await worker.close()
 
-    def _settled(self, root: ProcessId, task: asyncio.Task[None]) -> None:
-        if self.settling.get(root) is task:
-            del self.settling[root]
-            self._left.pop(root, None)
+    def _settled(self, session: str, task: asyncio.Task[None]) -> None:
+        if self.settling.get(session) is task:
+            del self.settling[session]
+            self._left.pop(session, None)
 
-    async def _forget_settling(
-        self, root: ProcessId
-    ) -> tuple[Sequence[ProcessId], Sequence[ProcessId]]:
-        """Stop the task in ``settling`` of a session; return its processes in ``_left``."""
-        task, left = self.settling.pop(root, None), self._left.pop(root, ((), ()))
+    async def _forget_settling(self, session: str) -> Operation | None:
+        """Stop the task in ``settling`` of a session; return its operation in ``_left``."""
+        task, left = self.settling.pop(session, None), self._left.pop(session, None)
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
