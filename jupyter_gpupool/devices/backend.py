@@ -162,8 +162,8 @@ class Devices(Protocol):
         session's lease.
 
         If the driver refuses to suspend a process, the operation undoes all of its steps, so that
-        all processes run again. If the undo fails at first, the operation retries the undo until it
-        succeeds, and calls ``on_kept`` once with the reason.
+        all processes run again. If the undo fails at first, the operation calls ``on_kept`` once
+        with the reason, and retries the undo until all processes run or the state counts as lost.
         """
 
     async def resume(

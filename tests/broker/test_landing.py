@@ -614,13 +614,26 @@ def test_landing_is_undone_when_the_driver_restores_again(broker, kernel):
     continues(broker, k)
 
 
-def test_next_broker_brings_a_stuck_process_back(broker, kernel):
+@pytest.mark.parametrize("kills", [1, 2])
+def test_next_broker_brings_a_stuck_process_back(broker, kernel, kills):
+    k = stuck(broker, kernel)
+    for number in range(kills):
+        broker.kill()
+        assert broker.started
+        wait_until(lambda n=number + 2: len(broker.rows("kept")) == n, "it is told", PATIENCE)
+        assert k.status()["state"] == "active"
+    continues(broker, k)
+
+
+def test_kernel_that_ends_while_stuck_frees_its_slice(broker, kernel):
     k = stuck(broker, kernel)
     broker.kill()
     assert broker.started
     wait_until(lambda: len(broker.rows("kept")) == 2, "the new broker tells it", PATIENCE)
-    assert k.status()["state"] == "active"
-    continues(broker, k)
+    k.kill()
+    wait_until(lambda: broker.session(k.session) is None, "its session ends", PATIENCE)
+    broker.faults.clear()
+    kernel(memory=BIG).begin(MiB)
 
 
 def test_process_killed_while_landing_frees_its_room(broker, kernel):

@@ -376,29 +376,8 @@ async def test_stopped_target_is_not_resumed(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_stopped_target_runs_after_sigcont_and_a_second_call(emulated):
-    machine = emulated("1x1GiB,context=16MiB")
-    async with (
-        machine.started(call_timeout=6.0) as (service, devices),
-        machine.target() as target,
-    ):
-        uuid = devices[0].uuid
-        await target.do("context")
-        digest = await target.do("fill", 32 * MiB, 1)
-        machine.faults.set("slow-copies", bandwidth="32MiB/s")
-        task = asyncio.create_task(service.suspend(target.root, [uuid], session=SESSION))
-        await answer_started(service, uuid, "checkpoint")
-        target.stop()
-        assert (await task).status == "drain"
-        machine.faults.clear()
-        assert await service.driver_state(target.root, session=SESSION) == "hung"
-        again = await service.suspend(target.root, [uuid], session=SESSION)
-        assert again.status == "drain"
-        target.go_on()
-        assert await target.do("digest", 1) == digest
-
-
-async def test_target_that_stops_during_a_suspend_runs_after_sigcont(emulated, waiting):
+@pytest.mark.parametrize("calls", [False, True], ids=["alone", "with calls meanwhile"])
+async def test_target_that_stops_during_a_suspend_runs_after_sigcont(emulated, waiting, calls):
     machine = emulated("1x1GiB,context=16MiB")
     _, until_async = waiting
     async with (
@@ -416,6 +395,10 @@ async def test_target_that_stops_during_a_suspend_runs_after_sigcont(emulated, w
         assert outcome.status == "drain"
         assert "is stopped (SIGSTOP)" in outcome.message
         machine.faults.clear()
+        if calls:
+            assert await service.driver_state(target.root, session=SESSION) == "hung"
+            again = await service.suspend(target.root, [uuid], session=SESSION)
+            assert again.status == "drain"
         target.go_on()
         # The service completes the checkpoint and then restores the target, which still has its
         # lease.

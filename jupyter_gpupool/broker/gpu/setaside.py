@@ -111,12 +111,7 @@ class UnleasedSuspends:
             return None
         return session.process, record
 
-    async def _try(
-        self,
-        session: LiveSession,
-        process: ProcessId,
-        record: SessionRecord,
-    ) -> None:
+    async def _try(self, session: LiveSession, process: ProcessId, record: SessionRecord) -> None:
         try:
             await self._suspend(session, process, record)
             if all(tried[2] != session.id for tried in self._tried):
@@ -164,6 +159,9 @@ class UnleasedSuspends:
             self._core.dirty(session.id)
             self._core.note("set-aside", session, device=record.bound[0])
             self._core.commit()
+        except asyncio.CancelledError:
+            done = True  # the mark stays in the page, where the next broker reads it
+            raise
         finally:
             if not done:
                 self._pages.no_longer_aside(session)

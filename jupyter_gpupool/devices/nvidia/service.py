@@ -67,8 +67,9 @@ class DeviceService(Inventory):
         lease. If the caller is cancelled, the operation continues: a driver call cannot be stopped.
 
         If a refused suspend cannot be undone (a program outside the pool took the memory, or the
-        restore fails), the service retries the undo as long as the driver has the state. Other
-        sessions do not wait for these retries. The service calls ``on_kept`` once, with the reason.
+        restore fails), the service calls ``on_kept`` once with the reason, and retries the undo.
+        Other sessions do not wait for these retries. After KEPT_MOST refusals with room, the state
+        counts as lost.
         """
         refused = [self._device(uuid) for uuid in devices if not self._device(uuid).can_suspend]
         if refused:
