@@ -358,7 +358,7 @@ class Meters:
             for name in {**known, **found}:
                 amount = found.get(name, 0.0)
                 account = known.get(name)
-                if amount == (0.0 if account is None else account.elsewhere):
+                if not amount and (account is None or not account.elsewhere):
                     continue
                 if account is None:
                     account = known[name] = Meter(now, ahead=self.ahead)

@@ -415,7 +415,11 @@ class Shares:
         memory, compute = (
             rate * half_life / LN2 for rate in (account.memory_rate, account.compute_rate)
         )
-        found = (memory, had.memory - memory), (compute, had.compute - compute)
+        # The usage on other machines counts in both sums (see Meter.dominant()), and only decays.
+        found = (
+            (memory, had.memory + had.elsewhere - memory),
+            (compute, had.compute + had.elsewhere - compute),
+        )
         self._known_lines[account] = found
         return found
 

@@ -459,6 +459,19 @@ def test_explanation_of_a_later_turn_names_its_time(make):
     got(lab.after(0.02), ev.Suspend, session="b", busy=True)
 
 
+def test_time_of_a_turn_includes_usage_on_other_machines(make):
+    lab = make(device(0), preempt=PREEMPT_ALL, half_life=3600.0)
+    lab.running("b", 16, owner="bob")
+    lab.send(ev.UsedElsewhere, users={"ann": 60.0})
+    lab.after(20)
+    none(ask(lab, "a", owner="ann"), ev.Suspend)
+    [holder] = lab.pool.explain("a").holders
+    assert holder.rule == "turns"
+    assert lab.now + 30 < holder.rule_at < lab.now + 60, "ann has used more until then"
+    none(lab.after(holder.rule_at - lab.now - 0.01), ev.Suspend)
+    got(lab.after(0.02), ev.Suspend, session="b", busy=True)
+
+
 def test_pool_wakes_up_for_a_turn_between_one_owners_sessions(make):
     """With a half-life of 0, usage does not count. Turns between sessions still change.
 
@@ -489,8 +502,8 @@ def test_session_preempts_as_soon_as_age_raises_its_class(make, start):
 
 
 @given(
-    mine=st.tuples(USED, USED, RATE, RATE),
-    its=st.tuples(USED, USED, RATE, RATE),
+    mine=st.tuples(USED, USED, USED, RATE, RATE),
+    its=st.tuples(USED, USED, USED, RATE, RATE),
     gain=st.floats(0, 100),
     since=st.floats(0, 500),
     weight=st.sampled_from([0.5, 1.0, 3.0]),
@@ -498,11 +511,11 @@ def test_session_preempts_as_soon_as_age_raises_its_class(make, start):
 def test_turn_begins_at_the_first_possible_instant(mine, its, gain, since, weight):
     facts = Facts(PoolSettings(half_life=300.0, groups={"g": Group(weight=weight)}))
     facts.now = 1000.0
-    for meters, name, (memory, compute, one, other) in (
+    for meters, name, (memory, compute, elsewhere, one, other) in (
         (facts.meters.users, "ann", mine),
         (facts.meters.groups, "g", its),
     ):
-        meters[name] = Meter(1000.0, memory, compute)
+        meters[name] = Meter(1000.0, memory, compute, elsewhere=elsewhere)
         meters[name].memory_rate, meters[name].compute_rate = one, other
     ann, bob = Owner("ann"), Owner("bob", "g")
     at = Shares(facts).behind_from(ann, bob, gain, 1000.0 + since)

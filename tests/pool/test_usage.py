@@ -591,3 +591,11 @@ def test_usage_on_other_machines_decays_and_is_replaced(make):
     usage = lab.pool.usage(lab.now)
     assert usage.users["ann"].dominant == 3
     assert usage.groups["bio"].dominant == 0
+
+
+def test_equal_usage_on_other_machines_replaces_a_decayed_figure(make):
+    lab = make(device(0), half_life=HALF)
+    lab.send(ev.UsedElsewhere, users={"ann": 64.0})
+    lab.after(HALF)
+    lab.send(ev.UsedElsewhere, users={"ann": 64.0})
+    assert used(lab, "ann").dominant == 64
