@@ -48,6 +48,7 @@ export interface ISessionStatus {
   readonly priority: string;
   readonly request: { readonly memory: number };
   readonly queue_position: number | null;
+  readonly queued_at: number | null;
 }
 
 /**
