@@ -23,6 +23,7 @@ from typing import Any, Callable
 from .endpoint import START_TIMEOUT, check_socket, dial, is_machine_path
 from .errors import BrokerUnavailable, Code, GPUPoolError, ProtocolError, RefusedError
 from .protocol import MAX_LINE, Message, decode, encode, raise_for
+from .threads import start_thread
 
 #: Seconds to wait for an answer that the broker gives at once.
 CALL_TIMEOUT = 10.0
@@ -83,7 +84,7 @@ class Client:
         except OSError as error:
             raise self._unavailable(f"cannot be reached ({error.strerror or error})") from None
         self._reader = threading.Thread(target=self._read, name="gpupool-client", daemon=True)
-        self._reader.start()
+        start_thread(self._reader)
 
     def __enter__(self) -> Client:
         return self

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jupyter_gpupool"
 
 #: Modules that every part may import. They import only each other and the standard library.
-LEAVES = ("cgroups", "deadlines", "errors", "procfs", "states", "text", "units")
+LEAVES = ("cgroups", "deadlines", "errors", "procfs", "states", "text", "threads", "units")
 
 #: part -> the parts that it may import. Each part may also import itself, the leaves and the
 #: standard library.

@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Any, Callable, Mapping
 
+from ..threads import start_thread
 from ..units import format_seconds
 from .guard_state import Guard
 from .link import SessionLink
@@ -159,7 +160,7 @@ class CallWaits:
             running.waits = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gpupool-waits", daemon=True)
-            self._thread.start()
+            start_thread(self._thread)
         self._news.set()
 
     def _run(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Callable, ContextManager, Mapping, NamedTuple
 
 from ..errors import GPUPoolError
 from ..protocol import Message
+from ..threads import start_thread
 from ..units import format_wait
 
 #: Seconds until the agent reports a hold. People do not notice this delay. The idle time-outs start
@@ -133,7 +134,7 @@ class LateReports:
                 self._thread = threading.Thread(
                     target=self._run, name="gpupool-reports", daemon=True
                 )
-                self._thread.start()
+                start_thread(self._thread)
 
     def end(self, hold: str) -> bool:
         """Record that a hold ends; return True if the broker does not know this hold yet."""

@@ -27,6 +27,7 @@ from ..client import CALL_TIMEOUT, Client, first_answer
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..protocol import Message
 from ..states import ATTACHED
+from ..threads import start_thread
 from .holds import CallRefusal, HoldWait, LateReports, QueuePlace, Slice, slices_of
 from .revive import Reviver
 
@@ -160,7 +161,7 @@ class SessionLink:
         A daemon thread connects, so that the kernel's start does not wait for the connection.
         """
         self._thread = threading.Thread(target=self._run, name="gpupool-link", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def close(self) -> None:
         """End the connection and do not connect again.

@@ -231,6 +231,27 @@ def test_kernel_survives_the_kill_of_its_broker(pool_of: Callable[..., Pool]) ->
     assert kernel.run(stream).status == "ok"
 
 
+def test_no_thread_of_the_agent_takes_an_interrupt(pool_of: Callable[..., Pool]) -> None:
+    """Otherwise an interrupt while a thread starts would not end a wait of the main thread."""
+    pool = pool_of()
+    kernel = pool.kernel()
+    kernel.run(ALLOCATE.format(size=64 * MiB))
+    pool.kill()
+    pool.begin()
+    pool.until(kernel, state="idle")  # the agent has connected again, so it has a new thread
+    shown = kernel.run(
+        "import threading\n"
+        "for thread in threading.enumerate():\n"
+        "    if thread.name.startswith('gpupool-'):\n"
+        "        status = open(f'/proc/self/task/{thread.native_id}/status').read()\n"
+        "        blocked = int(status.split('SigBlk:')[1].split()[0], 16)\n"
+        "        print(thread.name, bool(blocked & 1 << 1))\n"  # SIGINT is signal 2
+    ).text
+    found = dict(line.split() for line in shown.splitlines())
+    assert {"gpupool-link", "gpupool-client", "gpupool-reports"} <= set(found)
+    assert set(found.values()) == {"True"}
+
+
 def test_kernel_releases_its_slice_and_attaches_again(pool_of: Callable[..., Pool]) -> None:
     pool = pool_of(attach="manual")
     kernel = pool.kernel()
