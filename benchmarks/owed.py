@@ -35,10 +35,10 @@ def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wa
     found: list[Wait] = []
     #: For each session of the crowd that has a slice: the time at which it got the slice.
     began: dict[str, float] = {}
-    #: By waiting session: its group, the time of its request, and the seconds from the request
-    #: until the first time slice of the crowd ends.
+    #: For each session that waits: the session's group, when it asked, and how many seconds later
+    #: the first time slice of the crowd ends.
     asked: dict[str, tuple[str, float, float]] = {}
-    #: By session: when its suspend began.
+    #: For each session that is being suspended: when this began.
     leaving: dict[str, float] = {}
     freed = -math.inf
     for row in rows:

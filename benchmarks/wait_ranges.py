@@ -1,19 +1,19 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How often the pool's range for a wait contains the real wait, in a day of random load.
+"""How often a wait ends within the range that the pool gave for it, in a day of random load.
 
 The pool is real. The clock is simulated, and the kernels are those of :mod:`.pool_waits`: the
 median cell takes 20 s, some cells take many minutes, and the median pause takes a minute. Sizes are
 from 2 to 40 GiB, and some kernels need two devices.
 
 The benchmark compares each range with the real end of the wait. It uses the rounded range, because
-the user reads the rounded range. There are two figures. *First told* has one range for each wait:
+the user reads the rounded range. There are two results. *First told* has one range for each wait:
 the first range that the pool gives. *At any look* has one range for each ``LOOK`` seconds of a
 wait, so a long wait counts more often. The looks at which the pool gives no range are counted
 separately.
 
 Most waits are only for a suspend, and their range is "up to 5 s". So the longer ranges also have a
-figure of their own.
+result of their own.
 """
 
 from __future__ import annotations

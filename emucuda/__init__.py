@@ -11,7 +11,8 @@ needs only the standard library.
 from __future__ import annotations
 
 from .faults import FAULTS, Faults
-from .machine import (
+from .sizes import EmulatorError
+from .specification import (
     EmulatorNotBuilt,
     Machine,
     device_files,
@@ -20,7 +21,6 @@ from .machine import (
     parse_machine,
     remove_state,
 )
-from .text import EmulatorError
 
 __all__ = [
     "FAULTS",

@@ -11,8 +11,8 @@ import sys
 from typing import Sequence
 
 from .faults import check_faults
-from .machine import environment
-from .text import EmulatorError
+from .sizes import EmulatorError
+from .specification import environment
 
 _USAGE = "python -m emucuda [--state DIR] [--faults TEXT] MACHINE [PROGRAM ...]"
 _EPILOG = """\

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Mapping
 
-from .text import EmulatorError, did_you_mean, parse_size
+from .sizes import EmulatorError, did_you_mean, parse_size
 
 #: Every fault and quirk, with the parameters that it may have.
 FAULTS: dict[str, tuple[str, ...]] = {

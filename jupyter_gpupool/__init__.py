@@ -4,15 +4,25 @@
 
 General layout (``tests/test_architecture.py`` has the table of which part may import which):
 
-- ``errors``, ``units``, ``endpoint``: standard library only.
+- ``errors``, ``units``, ``text``, ``states``, ``procfs``, ``cgroups``, ``deadlines``, ``threads``:
+  standard library only; every part may import them.
+- ``endpoint``, ``local_machine``: where the broker's socket is, and which machine this is; standard
+  library and the modules above only.
 - ``protocol``, ``client``: the wire protocol, through which every program talks to the broker.
 - ``pool/``: decides; it takes events, returns actions, and has no side effects.
 - ``devices/``: NVML and the CUDA checkpoint calls, in child processes.
 - ``broker/``: performs the pool's actions (the side effects).
+- ``guard/``: native code in each process of a session: CUDA calls wait in it for the slice.
 - ``kernel/``: inside the kernel process: standard library and IPython only.
+- ``cluster/``: several machines with one set of quotas.
+- ``containers/``: the files that kernels in containers find.
 - ``server/``: the Jupyter Server extension; ``labextension/`` beside this package is its interface.
 - ``programs/``: commands, services and scripts in the pool; :func:`slice` is its Python interface.
 - ``provisioner``, ``cli``, ``config``: the interfaces for Jupyter, people and admins.
+- ``launcher``, ``ipykernel_launcher``, ``remote_provisioner``, ``kernelspecs``: other ways to start
+  a kernel, and the kernelspecs for them.
+- ``starting``, ``startrecord``, ``startfailures``, ``daemon``: start a broker, or start it again.
+- ``demo``, ``timeline``, ``durations``: a demonstration, its picture, and histograms of waits.
 - ``emulation``: the only module that imports ``emucuda``, an emulated NVIDIA driver beside this
   package.
 

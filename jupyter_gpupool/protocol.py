@@ -6,11 +6,11 @@ This module uses no sockets.
 
 A *request* has ``v``, ``type`` and the fields below. A request with an ``id`` (a positive integer,
 unique on its connection) gets exactly one ``ok`` or ``error`` with the same ``id``, at once or
-after a wait. A request without an ``id`` gets no answer. A *push* is a message that the broker
-sends without a request. Each side ignores unknown fields, so that the other side may be newer.
-Unknown types, wrong field types and values outside the ranges below are errors. ``NaN``,
-``Infinity`` and numbers of more than 19 digits are errors, too. Sizes are in bytes, times in
-seconds.
+after a wait. A request without an ``id`` gets no ``ok``, but it may get an ``error`` whose ``id``
+is null. A *push* is a message that the broker sends without a request. Each side ignores unknown
+fields, so that the other side may be newer. Unknown types, wrong field types and values outside the
+ranges below are errors. ``NaN``, ``Infinity`` and numbers of more than 19 digits are errors, too.
+Sizes are in bytes, times in seconds.
 
 ``status``, ``why``, ``hour``, ``journal``, ``watch`` and ``ping`` are *reads*; all other requests
 are *acts*. Each request has a price. Each user (by user id, over all connections) has one budget
@@ -26,7 +26,8 @@ that came after the read.
 ``queue``    push to a waiting agent: ``position``, ``length``, ``reason``, ``waited``
              (seconds), ``left`` (the least and the most seconds that the wait will last, or null)
 ``lease``    push to an agent: ``state``, ``epoch``, ``slices``, ``reason``, ``pinned_reason``,
-             ``preempted`` (why the kernel lost its slice while it worked, or "")
+             ``preempted`` (why the kernel lost its slice while it worked, or ""), ``remedy``
+             (what its user can do about that, or "")
 ``yield``    push to an agent: ``epoch``; the broker wants the slice, answer with ``yielded``
 ``wanted``   push to an agent: another kernel waits for the agent's slice; until the lease ends,
              send ``resting`` whenever no cell runs: at once, or when the last running cell ends
@@ -56,10 +57,20 @@ the broker has granted the hold. So the broker need not send a member a ``yield`
 pushes ``queue``, ``lease``, ``lost``, ``notice`` and ``refused``, as the agent does. The holds of a
 member end with its connection.
 
-The guard sends ``attach`` and ``grow`` without a ``hello``, and opens a new connection for each of
-them. It sends one of them only if the session's shared page says that a CUDA call must wait. The
-broker writes the grant to the page before it sends the ``ok``. If the guard closes the connection,
-the wait ends.
+The guard sends the following requests without a ``hello``, and opens a new connection for each of
+them. If it closes the connection, the wait ends.
+
+- ``attach``: the session's shared page says that a call must wait for a lease.
+- ``grow``: a call needs more memory than the grant in the page.
+- ``home``: a process is about to call ``cuInit``, and its session has no lease. The broker chooses
+  the devices that the process sees.
+- ``page``: a process cannot open the session's page. The broker restores the page, and sends a
+  descriptor of the page with the ``ok``.
+- ``land``: a process is about to make its first context, but saw another device at ``cuInit`` than
+  the device of its slice. Each ``step`` of its move to that device is one request.
+
+The broker writes the result (open gate, grant or devices) to the page before it sends the ``ok``.
+The guard reads the result from the page.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ QUICK = {
     "test_endpoint",
     "test_errors", "test_longruns", "test_local_machine", "test_marks", "test_protocol",
     "test_startrecord", "test_text", "texts", "test_threads", "test_timeline", "test_units",
-    "docs/test_docs",
+    "docs/test_docs", "guard/test_headers",
     "cli/test_cli_app", "cli/test_cli_kernels", "cli/test_cli_picture", "cli/test_cli_status",
     "broker/test_connection", "broker/test_dispatch", "broker/test_history",
     "broker/test_journal", "broker/test_listener", "broker/test_loglimit",

@@ -11,8 +11,8 @@ from emucuda import (
     device_files,
     environment,
     library_dir,
-    machine,
     parse_machine,
+    specification,
 )
 from emucuda.kernels import PTX
 
@@ -23,6 +23,6 @@ __all__ = [
     "device_files",
     "environment",
     "library_dir",
-    "machine",
     "parse_machine",
+    "specification",
 ]

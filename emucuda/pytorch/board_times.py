@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from emucuda.machine import PROFILES, parse_machine
+from emucuda.specification import PROFILES, parse_machine
 
 from .arguments import tensors_in
 from .launches import SHORTEST

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from emucuda.build import compiler
-from emucuda.machine import library_dir
+from emucuda.specification import library_dir
 
 #: For each library: the prefix of its functions' names, and the value that they return for "not
 #: supported".

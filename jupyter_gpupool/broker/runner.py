@@ -4,8 +4,10 @@
 
 The order in :meth:`Runner.handle` matters: the runner commits the pool's decision to the journal
 *before* it acts on the decision. If the broker is killed, the journal shows the next broker every
-action that the killed broker had begun (see ``recovery``). This module imports all parts that
-perform actions.
+action that the killed broker had begun (see ``recovery``). One action is an exception: an attach
+of a session without suspended state needs no call of the driver, so the runner commits it together
+with its result, before it changes the page and answers. This module also sends the pool its
+``Tick``, and it imports all parts that perform actions.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from .gpu.health import SuddenEnds
 from .gpu.monitor import Monitor
 from .hour import HourBook
 from .messages.guard import GuardMessages
+from .pages import activity
 from .sessions import LiveSession
 from .store.records import slices_to_json
 from .store.usage import UsageBook
@@ -131,7 +134,7 @@ class Runner:
             self._core.flush_later()
         # The broker writes the pages before it performs the actions, because no process may go on
         # before its page shows the new state.
-        self._tell_guard(actions, event)
+        self._update_pages(actions, event)
         if self._changed is not None and not isinstance(event, _SAMPLES):
             self._changed()
         for action in actions:
@@ -145,7 +148,7 @@ class Runner:
         self._owed = False
         self._core.commit()
 
-    def _tell_guard(self, actions: list[e.Action], event: e.Event) -> None:
+    def _update_pages(self, actions: list[e.Action], event: e.Event) -> None:
         names = [a.session for a in actions if isinstance(a, (e.StateChanged, e.Resize))]
         if isinstance(event, e.RequestChanged):
             names.append(event.session)
@@ -194,9 +197,9 @@ class Runner:
                     self._news[session.id] = action.reason
             case e.Resize():
                 self._news[session.id] = "resized"
-            case e.HoldGranted(hold="device"):
+            case e.HoldGranted(hold=activity.DEVICE_HOLD):
                 self._guard.granted(session, action.epoch)
-            case e.HoldRefused(hold="device"):
+            case e.HoldRefused(hold=activity.DEVICE_HOLD):
                 self._guard.refused(session, action.refusal)
             case e.HoldGranted():
                 wait = session.waits.pop(action.hold, None)

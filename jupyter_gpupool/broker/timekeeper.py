@@ -2,6 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Follows the time of day: applies each change of schedule once, on time, and notices clock steps.
 
+The timer that sends the pool a ``Tick`` is in :mod:`.runner`.
+
 The pool's clock counts only the seconds for which the machine is awake. Schedules and the windows
 of daily budgets use the time of day, which jumps when somebody sets the clock or the machine
 sleeps.

@@ -33,9 +33,10 @@ NO_GUARD = "the broker does not guard this kernel"
 
 
 class MemoryFigures(NamedTuple):
-    """The bytes of the session's device with the least free memory, and a number of threads.
+    """Memory in bytes, and how many of the session's threads wait at the gate (``waiting``).
 
-    ``waiting`` is the number of the session's threads that wait at the gate.
+    If the session has several devices, the bytes are those of the device that has the least free
+    memory.
     """
 
     used: int

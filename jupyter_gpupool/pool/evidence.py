@@ -26,7 +26,8 @@ class Figure(NamedTuple):
 
     at: float
     seconds: float
-    #: The place in the queue for which the figure was made, and the number of leases ahead.
+    #: The session's place in the queue when this forecast was made, and how many leases were before
+    #: it.
     position: int
     holders: int
     #: True if the session waits only for suspends under way.

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The accounts of an owner and of a group, and when the pool suspends idle sessions."""
+"""The accounts of an owner and of a group, and a cache of when the pool suspends idle sessions."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class GroupUsage:
     """How many bytes of the leases of a group's members count against quotas."""
 
     memory: int = 0
-    #: The part of ``memory`` that suspends under way will free.
+    #: The part of ``memory`` that current suspends will free.
     leaving: int = 0
 
     @property
     def stays(self) -> int:
-        """The part of ``memory`` that no suspend under way will free."""
+        """The part of ``memory`` that stays in use after all current suspends."""
         return self.memory - self.leaving
 
 

@@ -6,7 +6,7 @@ The pool processes an event in four steps:
 
 1. It changes the facts (:mod:`.updates`).
 2. It ends waits that have lasted too long.
-3. It plans (:mod:`.schedule`), until a plan changes nothing.
+3. It plans (:mod:`.schedule`) and turns each plan into actions, until a plan changes nothing.
 4. It informs waiting sessions of their place in the queue (:mod:`.news`).
 """
 

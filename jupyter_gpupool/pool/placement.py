@@ -197,7 +197,8 @@ class Asking:
     #: The bytes that the session waits for on each device. This may be more than the request asks
     #: for, because suspended state may be larger.
     size: int
-    #: The number of its class, and its place in the order of age: see :meth:`.shares.Shares.order`.
+    #: The session's priority class as a number, and its place in the order of age. Both are
+    #: explained in :meth:`.shares.Shares.order`.
     level: int
     age: Age
     #: Whether each need is at most the memory that the request guarantees.

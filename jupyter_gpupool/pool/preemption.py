@@ -8,6 +8,9 @@ devices allow a suspend; and its state was not moved recently (:func:`stays_unti
 
 Such leases are tier 0 of :func:`victim_tier`. :mod:`.running` defines the higher tiers, for leases
 in use. :mod:`.victims` then chooses from all tiers the leases that make room for a session.
+
+Even if no session waits, an idle lease ends after ``idle_timeout``, or earlier if its user or an
+admin asks for this (:func:`times`).
 """
 
 from __future__ import annotations

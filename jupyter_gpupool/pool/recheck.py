@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The time at which the plan next changes because time passes; the broker then sends a ``Tick``."""
+"""The time at which the plan next changes because time passes.
+
+At this time, the broker sends a ``Tick`` (``_schedule`` in ``broker/runner``).
+"""
 
 from __future__ import annotations
 

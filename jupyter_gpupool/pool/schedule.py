@@ -49,11 +49,10 @@ To understand a decision, read four modules: :mod:`.metering` (what counts as us
 loses a slice in use, for which session and from what time), and :mod:`.unsuspendable` (what happens
 to a session that cannot be suspended).
 
-To change a rule, change one of four functions: :func:`order` (the order of service: fair share),
-:func:`barred` (which session must not be served now: budgets, closed classes),
+To change a rule, change one of four functions: :meth:`.shares.Shares.order` (the order of service:
+fair share), :func:`barred` (which session must not be served now: budgets, closed classes),
 :func:`~.preemption.victim_tier` (which lease may be preempted for which session: preemption of
-running work, time slices) and :func:`~.recheck.next_recheck` (when the plan changes because time
-passes).
+running work, time slices) and :func:`~.recheck.next_recheck` (when time changes the plan).
 
 Sources
 -------

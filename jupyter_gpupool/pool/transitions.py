@@ -281,7 +281,7 @@ TRANSITIONS: Mapping[tuple[State, State], Step] = {
         "the last waiting hold is cancelled or refused, or has waited too long", _stop_waiting
     ),
     ("queued", "attaching"): Step(
-        "a plan gives it a slice; the driver is asked to attach", _begin_attach
+        "a plan gives it a slice; suspended state is restored, if it has any", _begin_attach
     ),
     ("attaching", "active"): Step("attached, and a hold is there", _attached),
     ("attaching", "idle"): Step("attached, but every hold was dropped meanwhile", _attached),

@@ -483,7 +483,7 @@ def test_program_continues_after_its_agent_disconnects(broker, program):
 
 
 class Maker:
-    """Makes programs of a broker, and ends them all."""
+    """Starts programs that use the same broker, and ends all of them."""
 
     def __init__(self, broker):
         self.broker = broker

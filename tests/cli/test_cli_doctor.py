@@ -158,7 +158,7 @@ def test_wrong_spec_of_the_emulated_machine_is_a_failure(monkeypatch, capsys):
 
 def test_missing_emulator_is_a_failure(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x1GiB")
-    monkeypatch.setattr(emulated.machine, "__file__", str(tmp_path / "machine.py"))
+    monkeypatch.setattr(emulated.specification, "__file__", str(tmp_path / "specification.py"))
     code, found = doctor(capsys)
     assert code == 1
     assert found["emulator"]["todo"] == ("Build it with: python -m emucuda.build")

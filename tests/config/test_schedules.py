@@ -113,7 +113,7 @@ def test_later_of_two_rules_in_force_wins():
     assert (pool.idle_timeout, pool.max_wait) == (2, 1)
 
 
-def test_schedule_that_is_always_overruled_is_named():
+def test_warning_names_a_schedule_that_never_has_effect():
     week = {"name": "week", "time_zone": "Europe/Berlin", "set": {"idle_timeout": 2}}
     night_ = {**NIGHT, "set": {"idle_timeout": 1, "linger": 5}}
     (told,) = timetable(schedules=[night_, week]).overruled(NOON)

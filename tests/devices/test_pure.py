@@ -88,11 +88,11 @@ def sample(free, *rows):
     return DeviceSample("a", total=100, used=100 - free, reserved=0, free=free, processes=shown)
 
 
-def test_freed_bytes_come_from_the_process_list():
+def test_process_list_tells_how_many_bytes_were_freed():
     assert freed_bytes([sample(10, (1, 40), (2, 50))], [sample(90)], {1}) == {"a": 40}
 
 
-def test_freed_bytes_come_from_free_memory_if_no_size_is_listed():
+def test_without_listed_sizes_free_memory_tells_what_was_freed():
     assert freed_bytes([sample(10)], [sample(50)], {1}) == {"a": 40}
     assert freed_bytes([sample(10, (1, None))], [sample(50)], {1}) == {"a": 40}
     assert freed_bytes([sample(10)], [sample(5)], {1}) == {"a": 0}

@@ -18,8 +18,8 @@ from emucuda import (
     library_dir,
     parse_machine,
     remove_state,
+    specification,
 )
-from emucuda import machine as machine_module
 
 GIB = 1 << 30
 
@@ -138,7 +138,7 @@ def test_c_and_python_read_the_same_machines(emulated):
         timeout=30,
         check=True,
     )
-    names = list(machine_module.PROFILES)
+    names = list(specification.PROFILES)
     want = [
         [*dataclasses.astuple(GOOD[t])[:-1], names.index(GOOD[t].profile)] if t in GOOD else None
         for t in texts
@@ -161,7 +161,7 @@ def test_the_environment_keeps_the_library_path(tmp_path):
 
 
 def test_missing_libraries_name_the_build_command(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine_module, "__file__", str(tmp_path / "machine.py"))
+    monkeypatch.setattr(specification, "__file__", str(tmp_path / "specification.py"))
     with pytest.raises(EmulatorNotBuilt, match=r"python -m emucuda\.build"):
         library_dir()
 

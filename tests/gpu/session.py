@@ -343,7 +343,7 @@ def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> It
 
 
 def items(request: pytest.FixtureRequest, fixture: str = "notebook") -> list[tuple[str, str]]:
-    """Return the name and the workload of each selected test of the file that uses ``fixture``."""
+    """Return the name and the workload of each selected test that uses ``fixture`` in this file."""
     return [
         (item.name, item.callspec.params["workload"])
         for item in request.session.items

@@ -38,10 +38,11 @@ def record(request):
 
 @pytest.fixture(scope="module")
 def driver(record):
-    """Return a driver's facts from its record. ``answers`` maps each name to two lists.
+    """Return what the record says about a driver.
 
-    One list is for the default flags, and one is for the per-thread flag. An item of a list has a
-    form of the call, and the first version at which the driver returns this form.
+    ``answers`` has two lists for each function: one for the default flags, and one for the flag of
+    per-thread streams. Each item of a list names a variant of the function, such as ``_v2``, and
+    the first CUDA version for which the driver returns it.
     """
     table = record["procaddr"]
     return {

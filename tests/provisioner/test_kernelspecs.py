@@ -95,7 +95,7 @@ def test_the_native_kernel_needs_no_kernelspec(prefix: str, monkeypatch) -> None
     assert "ipykernel_launcher" in twin["argv"]
 
 
-def test_a_remote_twin_starts_through_the_remote_provisioner(prefix: str) -> None:
+def test_wrapped_remote_kernel_uses_the_remote_provisioner(prefix: str) -> None:
     folder = wrap("python3", prefix=prefix, remote=True)
     assert folder.name == "gpupool-remote-python3"
     manager = KernelManager(kernel_name=folder.name)

@@ -67,7 +67,7 @@ def scenes(sheet: Sheet) -> set[str]:
         "Shown in the waiting cell, in %gpu, in JupyterLab and in `jupyter gpupool status`.",
     )
     rules = pool.waits(sheet) | shares.waits(sheet)
-    sheet.heading("What a kernel of another user waits for", "Shown in the panel, without figures.")
+    sheet.heading("What a kernel of another user waits for", "Shown in the panel, without numbers.")
     pool.waits_of_others(sheet)
     sheet.heading(
         "Why an idle kernel keeps its slice",

@@ -40,12 +40,10 @@ SHARED_MODULES = {
     "agent": "a kernel's agent, and the messages from it",
     "build": "compiles the C sources of its package",
     "guard": "the guard, and the messages from it",
-    "machine": "the pool as a machine of states; in the other package, an emulated computer",
     "maintenance": "pause and drain: what the broker does, and the commands",
     "messages": "the messages of brokers, and those of a ledger",
     "model": "frozen values of a part",
     "provisioner": "the provisioner, and the messages from it",
-    "text": "parts of sentences; in the other package, what it parses",
 }
 
 SOURCES = ("jupyter_gpupool", "emucuda", "labextension/src", "benchmarks", "tests")

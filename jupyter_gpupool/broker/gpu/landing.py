@@ -61,7 +61,8 @@ PATIENCE = 60.0
 #: example, if a CUDA call of the process has not returned yet.
 TRIES, PAUSE = 4, 0.5
 
-#: After this many failed moves in a row, a session waits for the devices that its processes see.
+#: After this many failed moves in a row, the broker tries no other device. The session then waits
+#: for the devices that its processes already see.
 MOST_FAILED = 3
 
 

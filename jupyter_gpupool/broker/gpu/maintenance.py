@@ -560,7 +560,7 @@ class Maintenance:
         return found
 
     def _doing(self, order: Order) -> str:
-        """Return what an order waits for when no session has a lease on its devices any more."""
+        """Return what ``order`` waits for after the last session has left the order's devices."""
         if order.device in self._step:
             return self._step[order.device]
         return "" if self._left.get(order.device) else "the pool to check which processes use a GPU"

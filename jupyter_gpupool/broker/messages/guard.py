@@ -55,7 +55,11 @@ _NOBODY = -1
 
 
 class GuardMessages:
-    """Handles ``attach``, ``grow``, ``home``, ``page`` and ``land``."""
+    """Handles ``attach``, ``grow``, ``home``, ``page`` and ``land``.
+
+    It also brings the session's page up to date after every change of its record (:meth:`changed`):
+    this opens the gate when the session gets a slice.
+    """
 
     def __init__(
         self,

@@ -66,7 +66,10 @@ _NOTHING = Seen()
 
 
 class Activity:
-    """Reads the pages of attached sessions."""
+    """Reads the pages of attached sessions, and takes and drops their :data:`DEVICE_HOLD`.
+
+    If a session has no lease, taking this hold asks the pool for one.
+    """
 
     def __init__(self, core: Core, pages: ControlPages, configuration: Configuration) -> None:
         self.attached: dict[str, LiveSession] = {}

@@ -24,12 +24,11 @@ from ... import procfs
 from ...guard.page import Reading
 
 #: DRAIN: after the gate is closed, all calls inside the driver must return within this many
-#: seconds, if the caller of :func:`drain` names no other time. DRAIN_POLL: seconds between two
-#: checks.
+#: seconds. A caller of :func:`drain` may give another time. DRAIN_POLL: seconds between two checks.
 DRAIN, DRAIN_POLL = 1.0, 0.003
 
-#: Nanoseconds of run time after which a thread must have left the way. The way takes only a few
-#: nanoseconds, but the kernel updates the run time only once per tick.
+#: Nanoseconds of run time after which a thread must have left the code between the gate and the
+#: driver. This code takes only a few nanoseconds, but Linux updates the run time once per tick.
 PASSED = 10_000_000
 
 #: POLL: seconds between two checks. LONGEST: seconds to wait for a thread; :func:`drain` may wait

@@ -79,6 +79,10 @@ _COLUMNS = "seq, time, kind, session, owner, device, bytes, seconds, reason, det
 class Row:
     """One event. ``session`` and ``owner`` are empty if the event concerns no session.
 
+    No table lists the values of ``kind``: each caller of :meth:`~..core.Core.note` chooses its own.
+    ``TransitionRows`` in ``broker/runner.py`` writes the rows about changes of a session's state.
+    To find the other kinds, search the broker for ``core.note(``.
+
     ``seconds`` is a duration: the wait before an attach, or the driver's part of a suspend.
     """
 

@@ -427,7 +427,9 @@ def _hung_up(accepted: socket.socket) -> bool:
 
 @lru_cache(maxsize=64)
 def _refusal(uid: User, rate: float) -> bytes:
-    """Return the error for a refused connection: LOBBY others of its user already wait."""
+    """Return the error for a connection that is refused because too many connections of the same
+    user wait (:data:`LOBBY`).
+    """
     error = RefusedError(
         f"{shown(uid)} connects to the broker more often than {rate:g} times a second.",
         code=Code.BUSY,

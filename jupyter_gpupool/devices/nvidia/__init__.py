@@ -5,6 +5,31 @@
 ``service`` is the entry module: it imports the other modules, and none of them imports it. No
 module here imports ``pynvml`` or ``cuda`` at its top: only child processes load a vendor library.
 If the library hangs or crashes, only a replaceable child is lost.
+
+A suspend goes through ``service``, ``workers``, ``operations`` and ``calls``, and in a worker child
+through ``child_programs``, ``members`` and ``checkpoint``.
+
+======================  ========================================================================
+in the broker
+``service``             ``DeviceService``, the door: all GPU calls of the broker
+``inventory``           which GPUs the machine has, and what each can do
+``workers``             the worker children, one for each device, and their operations
+``operations``          suspend and resume of a whole session: all of its processes or none
+``calls``               driver calls on the processes of one session, through a worker
+``landing_move``        moves one process to the devices of its session's slice
+``sampler``             samples of NVML, through the monitor child
+``selftest``            tests whether a device can suspend
+``guard_frame``         the same test under the guard
+``examiner``            derives a device's tier from both tests
+``driver``              what each version of the driver can do at most
+``visibility``          the GPUs that the broker, its children and new programs see
+``interpreter``         the Python interpreter of the child processes
+in child processes
+``child_programs``      the programs of the monitor, the workers and the tests
+``nvml``                NVML through NVIDIA's own client
+``members``             the processes of a session, and whether each may have a CUDA context
+``checkpoint``          suspend and resume of one process through cuda.core
+======================  ========================================================================
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of one process: a thin typed layer on ``cuda.core.checkpoint``.
 
-This module runs in a worker child. The errors of cuda.core differ only in their text. Only this
-module turns the text into a code. Before each call, the module compares the start time of the
-process, because another process may now have the pid. The module also checks that the process is
-not stopped (SIGSTOP), because every driver call on a stopped process hangs.
+The functions that call the driver run in a worker child. The broker uses only the codes and results
+that this module defines. The errors of cuda.core differ only in their text. Only this module turns
+the text into a code. Before each call, the module compares the start time of the process, because
+another process may now have the pid. The module also checks that the process is not stopped
+(SIGSTOP), because every driver call on a stopped process hangs.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Operation:
         with self._sampler.copying(self._calls.copy_timeout):
             return await self._calls.call(op, process, **fields)
 
-    async def landed(self, late: Collection[ProcessId]) -> list[ProcessId]:
+    async def late_locks(self, late: Collection[ProcessId]) -> list[ProcessId]:
         """Wait until lock calls whose worker was lost take effect.
 
         After ``_LATE_LOOKS`` checks of a process, this method stops waiting for the process. Return

@@ -214,7 +214,7 @@ class Workers:
         async def settle() -> None:
             while any(procfs.presence(process) == "stopped" for process in stopped):
                 await asyncio.sleep(_SETTLE_POLL)
-            locked = await self._landed(late, root, session) if late else []
+            locked = await self._late_locks(late, root, session) if late else []
             if not stopped and not locked:
                 return
             left, pause = [*stopped, *locked], KEPT_POLL
@@ -240,7 +240,7 @@ class Workers:
         self._left[session] = operation
         task.add_done_callback(lambda _: self._settled(session, task))
 
-    async def _landed(
+    async def _late_locks(
         self, late: Sequence[ProcessId], root: ProcessId, session: str
     ) -> list[ProcessId]:
         """Wait for the late locks of the processes ``late``; return the processes that are locked.
@@ -249,7 +249,7 @@ class Workers:
         """
         worker = self._make("worker")
         try:
-            return await self.operation(worker, root, session).landed(late)
+            return await self.operation(worker, root, session).late_locks(late)
         finally:
             await worker.close()
 

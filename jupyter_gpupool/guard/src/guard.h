@@ -1,7 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Declarations that the parts of the guard share. README.md describes the path of a call.
+ * Declarations that the parts of the guard share. ../README.md describes the path of a call. Each
+ * declaration stands under the heading that names the file with its definition.
  */
 #ifndef GPUPOOL_GUARD_H
 #define GPUPOOL_GUARD_H
@@ -47,17 +48,11 @@ void *guard_exported(int entry);
  * the error for the application. After an error, a later call tries again. */
 CUresult guard_settle(void);
 extern bool guard_settled; /* whether guard_settle() has succeeded in this process */
-/* Each of these functions belongs to a kind of entry points in entries.txt. An entry point first
- * tests a byte (see guard_gates), and calls its function if the byte is not zero. The kind "never"
- * tests guard_unloaded instead, and the kind "refuse" always calls its function. If the function
- * returns 0, the entry point calls the driver. guard_slow_never only loads the driver. */
+/* The entry points of the kind "never" in entries.txt call this function if guard_unloaded is not
+ * zero. It only loads the driver. If it returns 0, the entry point calls the driver. */
 CUresult guard_slow_never(void);
-CUresult guard_slow_free(uint32_t entry);
-CUresult guard_slow_gate(uint32_t entry);
-CUresult guard_slow_refuse(uint32_t entry);
-CUresult guard_slow_note(uint32_t entry, const uint64_t *argument); /* or GUARD_NOTED */
 
-/* ---- the gate (gate.c, wait.c) */
+/* ---- the gate (gate.c) */
 
 /* Called before a call of the driver. Loads the real driver. While the session has no lease, asks
  * the broker for a lease and waits. Then counts the call, so that a suspend waits for the call.
@@ -126,8 +121,24 @@ void gate_point(void);
  * again. */
 void gate_step_back(void);
 
+/* The entry points in entries.S call each of these functions for one kind of entries.txt. An entry
+ * point of the kinds "free", "gate" and "note" first tests a byte (see guard_gates), and calls its
+ * function if the byte is not zero. An entry point of the kind "refuse" always calls its function.
+ * If the function returns 0, the entry point calls the driver. */
+CUresult guard_slow_free(uint32_t entry);
+CUresult guard_slow_gate(uint32_t entry);
+CUresult guard_slow_refuse(uint32_t entry);
+CUresult guard_slow_note(uint32_t entry, const uint64_t *argument); /* or GUARD_NOTED */
+/* The same as guard_enter(). The entry points of the kind "wait" in entries.S call it before they
+ * call the driver, and call guard_leave() afterwards. */
+CUresult guard_enter_entry(uint32_t entry);
+
+uint64_t monotonic(void); /* ns */
+
+/* ---- the driver's answers about the devices (cached.c) */
+
 /* Cache the driver's answers about the devices. While the driver would block, the guard answers
- * from this cache (cached.c). */
+ * from this cache. */
 void cached_fill(void);
 /* The size of the whole device's memory. Returns false if the size is unknown in this lease. */
 bool cached_total(size_t *bytes, CUdevice device);
@@ -144,7 +155,37 @@ void window_synced(void);
 void window_stream_synced(CUstream stream, bool per_thread);
 
 /* ---- cuGetProcAddress (procaddr.c) */
+
 void procaddr_ready(void); /* called when guard_real is filled */
+
+/* ---- the broker (broker.c) */
+
+/* Questions to the broker. The guard opens a connection for each question, and the thread waits for
+ * the answer as wait.c describes. A function of type CUresult returns 0, or the error for the
+ * application. */
+void broker_remember(void); /* stores the broker's address before any thread waits */
+CUresult broker_attach(void);                            /* returns once the lease is granted */
+CUresult broker_grow(int ordinal, uint64_t more);        /* returns 0 if the page has a larger grant
+                                                          * now */
+enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_AGAIN, ANSWER_INTERRUPTED, ANSWER_AWAY };
+enum answer broker_page(void); /* ANSWER_OK: the broker has restored the page's path or has passed
+                                * the page */
+/* Asks the broker for one step of a landing: "begin", "move", "cancel", or "stay" (the process
+ * keeps its present devices). Returns CUDA_ERROR_DEVICE_UNAVAILABLE if the broker refuses. Returns
+ * CUDA_ERROR_NOT_READY if the lease is about to end; the caller must then check the devices again.
+ * ``why``, if it is not NULL, gets the broker's sentence for people, or "". */
+#define SENTENCE_BYTES 512
+CUresult broker_land(const char *step, char *why);
+void broker_home(void); /* asks the broker to write to the page the devices that the next lease
+                         * would have */
+
+/* ---- a broker that has died (revive.c) */
+
+void revive_remember(void);
+/* Starts the user's own broker if it has died. Only one thread does so at a time. Returns the
+ * longest total time in nanoseconds that a call may wait while no broker listens. This time is 0 if
+ * the last attempts to start a broker have failed. */
+uint64_t revive(const char *socket);
 
 /* ---- the page (page.c) */
 
@@ -166,6 +207,36 @@ static inline struct page_slot *guard_slot(void)
         guard_use_slot();
     return __atomic_load_n(&guard_the_slot, __ATOMIC_SEQ_CST);
 }
+
+void guard_pin(uint32_t pins); /* PIN_* */
+
+/* Map the page and take a slot. This never waits for the broker, because the caller holds a
+ * mutex. */
+enum page_state {
+    PAGE_READY,
+    PAGE_LOST,    /* the page was not found. Ask the broker, which restores its path or passes the
+                   * page; then call page_settle() again */
+    PAGE_REFUSED, /* the guard has written the reason to stderr */
+};
+enum page_state page_settle(void);
+void page_passed(int fd); /* the broker has sent the session's page: keep its descriptor for
+                           * page_settle() */
+void page_lost(enum answer answer); /* called if the page is still lost; writes the reason to
+                                     * stderr */
+/* A thread holds this lock while it takes or frees a slot, and on the slow path of a charge, where
+ * it adds bytes only if they fit in the grant (charge.c). A thread never calls the driver while it
+ * holds this lock. */
+void page_lock(void);
+void page_unlock(void);
+/* Free the slots of processes that have ended. The caller holds the lock. The function is slow,
+ * because it reads /proc for each process. */
+void page_reap(void);
+/* Whether to call page_reap(). If a process of the session has ended and its parent has reaped it,
+ * the function returns true at once. It also returns true once every 10 ms, because a zombie may
+ * have a slot. */
+bool page_deaths(void);
+
+/* ---- the devices that the process sees (init.c) */
 
 /* Translate `device`, a device number in this process, into the session's ordinal; -1: the session
  * does not have the device. The two numbers may differ if the process does not see all devices of
@@ -202,33 +273,8 @@ bool landing_moves(void);
 bool landing_aside(void);
 CUresult landing_wait(void);
 
-void guard_pin(uint32_t pins); /* PIN_* */
-
-/* Map the page and take a slot. This never waits for the broker, because the caller holds a
- * mutex. */
-enum page_state {
-    PAGE_READY,
-    PAGE_LOST,    /* the page was not found. Ask the broker, which restores its path or passes the
-                   * page; then call page_settle() again */
-    PAGE_REFUSED, /* the guard has written the reason to stderr */
-};
-enum page_state page_settle(void);
-void page_passed(int fd); /* the broker has sent the session's page: keep its descriptor for
-                           * page_settle() */
-/* A thread holds this lock while it takes or frees a slot, and on the slow path of a charge, where
- * it adds bytes only if they fit in the grant (charge.c). A thread never calls the driver while it
- * holds this lock. */
-void page_lock(void);
-void page_unlock(void);
-/* Free the slots of processes that have ended. The caller holds the lock. The function is slow,
- * because it reads /proc for each process. */
-void page_reap(void);
-/* Whether to call page_reap(). If a process of the session has ended and its parent has reaped it,
- * the function returns true at once. It also returns true once every 10 ms, because a zombie may
- * have a slot. */
-bool page_deaths(void);
-
-/* ---- calls that a process or a thread makes once the gate is open (gate.c, later.c, current.c) */
+/* ---- calls that a process or a thread makes once the gate is open (gate.c, later.c, registered.c,
+ * current.c) */
 
 enum arrears { ARREARS_CALLS = 1, ARREARS_CONTEXTS = 2 /* added once for each thread */ };
 /* What the process must still do: ARREARS_CALLS if it must make noted calls, plus ARREARS_CONTEXTS
@@ -244,7 +290,7 @@ bool later_note(uint32_t entry, const uint64_t *argument);
 /* Whether the guard may note a call of this entry. While host memory is registered, the guard must
  * not note a call that ends a context (see registered.c). */
 bool later_may(uint32_t entry);
-/* Whether this process has host memory registered with the driver (registered.c). */
+/* Whether this process has host memory registered with the driver. */
 bool registered_any(void);
 /* Make the noted calls. The calling thread is inside a counted call, and the gate is open.
  * Returns false if some calls are left, because another thread makes them or the gate closed. */
@@ -300,9 +346,10 @@ void *interpreter_release(void);
 void interpreter_take(void *thread);
 void polite_nap(struct polite *p); /* naps of 1 ms in the first second, then of 10 ms */
 void nap(int milliseconds);
-uint64_t monotonic(void); /* ns */
 
-/* ---- fork(): the handlers of each part, called from init.c */
+/* ---- fork(): the handlers of each part, which init.c registers (real.c, page.c, wait.c,
+ * procaddr.c, gate.c, cached.c, current.c, landing.c, nvml_calls.c, init.c) */
+
 enum fork_when { FORK_PREPARE, FORK_PARENT, FORK_CHILD };
 void real_fork(enum fork_when when);
 void page_fork(enum fork_when when);
@@ -325,37 +372,6 @@ CUresult guard_charge(int ordinal, uint64_t bytes);
 void guard_credit(int ordinal, uint64_t bytes);
 /* Bytes of the session on `ordinal`, summed over all living processes. */
 uint64_t guard_used(int ordinal);
-
-/* ---- the broker (broker.c) */
-
-/* Questions to the broker. The guard opens a connection for each question, and the thread waits for
- * the answer as wait.c describes. A function of type CUresult returns 0, or the error for the
- * application. */
-void broker_remember(void); /* stores the broker's address before any thread waits */
-CUresult broker_attach(void);                            /* returns once the lease is granted */
-CUresult broker_grow(int ordinal, uint64_t more);        /* returns 0 if the page has a larger grant
-                                                          * now */
-enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_AGAIN, ANSWER_INTERRUPTED, ANSWER_AWAY };
-enum answer broker_page(void); /* ANSWER_OK: the broker has restored the page's path or has passed
-                                * the page */
-void page_lost(enum answer answer); /* called if the page is still lost; writes the reason to
-                                     * stderr */
-/* Asks the broker for one step of a landing: "begin", "move", "cancel", or "stay" (the process
- * keeps its present devices). Returns CUDA_ERROR_DEVICE_UNAVAILABLE if the broker refuses. Returns
- * CUDA_ERROR_NOT_READY if the lease is about to end; the caller must then check the devices again.
- * ``why``, if it is not NULL, gets the broker's sentence for people, or "". */
-#define SENTENCE_BYTES 512
-CUresult broker_land(const char *step, char *why);
-void broker_home(void); /* asks the broker to write to the page the devices that the next lease
-                         * would have */
-
-/* ---- a broker that has died (revive.c) */
-
-void revive_remember(void);
-/* Starts the user's own broker if it has died. Only one thread does so at a time. Returns the
- * longest total time in nanoseconds that a call may wait while no broker listens. This time is 0 if
- * the last attempts to start a broker have failed. */
-uint64_t revive(const char *socket);
 
 #pragma GCC visibility pop
 #endif

@@ -6,10 +6,11 @@
  * session that truncates the page harms only itself. ``page.py`` has the same layout; a test
  * compares the two.
  *
- * Who writes what: the broker writes the header, except for the words marked "guard". Each process
- * writes its own slot. While a process is suspended or its calls wait, the broker writes ``sees``
- * and ``landing`` of its slot. The page has separate byte counts for each device of the session, in
- * the order in which its processes see the devices (CUDA ordinals).
+ * Who writes what: the broker writes the header, except for the words marked "guard". The broker
+ * and the guard write the word marked "broker and guard". Each process writes its own slot. While
+ * a process is suspended or its calls wait, the broker writes ``sees`` and ``landing`` of its slot.
+ * The page has separate byte counts for each device of the session, in the order in which its
+ * processes see the devices (CUDA ordinals).
  */
 #ifndef GPUPOOL_GUARD_PAGE_H
 #define GPUPOOL_GUARD_PAGE_H
@@ -100,7 +101,8 @@ struct page_slot {
 struct page {
     uint32_t magic;
     uint32_t version;
-    uint8_t gate;
+    uint8_t gate;      /* broker and guard: enum page_gate. The guard only changes GATE_UNUSED to
+                        * GATE_OPEN */
     uint8_t managed;
     uint8_t unused;
     uint8_t contended; /* 1: another session waits for memory of this session (window.c) */

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .text import EmulatorError, did_you_mean, format_size, parse_size
+from .sizes import EmulatorError, did_you_mean, format_size, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
