@@ -18,7 +18,8 @@ from typing import Any
 from benchmarks.common import budget
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.machine import Pool
-from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Request, SessionView, Slice
+from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Request, Slice
+from jupyter_gpupool.pool.session_view import SessionView
 from jupyter_gpupool.units import format_wait, range_ends
 
 #: Seconds of a suspend and of a resume.

@@ -16,8 +16,9 @@ from typing import Any, Callable, Collection
 from ..errors import RefusedError
 from ..pool import events as e
 from ..pool.machine import Pool
-from ..pool.model import PoolView, Refusal, SessionRecord
+from ..pool.model import Refusal, SessionRecord
 from ..pool.running import REMEDIES
+from ..pool.session_view import PoolView
 from .ratelimit import RowBudget
 from .sessions import LiveSession, LiveSessions
 from .stirs import Stirs

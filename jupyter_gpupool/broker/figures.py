@@ -44,7 +44,8 @@ from tornado.netutil import bind_sockets
 from .. import __version__, cgroups
 from ..devices import DeviceSample
 from ..durations import Durations
-from ..pool.model import DeviceView, PoolView
+from ..pool.model import DeviceView
+from ..pool.session_view import PoolView
 from ..states import LIVING
 from .core import Core
 from .gpu.samples import Samples

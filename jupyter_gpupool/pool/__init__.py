@@ -34,6 +34,7 @@ The modules, in the order in which an event passes through them:
 ``explain``         why a session waits or keeps its slice, as data
 ``offers``          the size with which a waiting session would start now
 ``why``             why a session waits or keeps its slice, in lines for its owner
+``session_view``    what status shows of each session
 ``evidence``        records of past waits and cells, from which estimates are made
 ``estimate``        how long a session will probably wait
 ``words``           the sentences for reasons

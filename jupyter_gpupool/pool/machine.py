@@ -29,26 +29,24 @@ from .model import (
     Owner,
     PoolSettings,
     PoolUsage,
-    PoolView,
     Refusal,
     Request,
     SessionRecord,
-    SessionView,
     Slice,
 )
 from .news import News
 from .placement import asking, headroom
-from .preemption import leaves_at
 from .recheck import next_recheck
 from .schedule import Plan, forecast, plan
 from .selfcheck import problems
 from .session import NEVER, Session, record
+from .session_view import PoolView, session_views
 from .shares import Shares
 from .transitions import Actions, grant, move, refuse_holds, resize
 from .unsuspendable import due, note, warn
 from .updates import update
 from .why import Told, standing_lines, told
-from .words import budget_refusal, reason, seconds, stays_reason, taken_reason, waits_for
+from .words import budget_refusal, reason
 
 #: The most plans for one event. One plan is nearly always enough, and a second plan confirms it. If
 #: this many plans are not enough, the pool has a bug. It then acts on the last plan, because this
@@ -292,42 +290,15 @@ class Pool:
         This call is for status pages. It is too slow for decisions, because it reads all sessions.
         """
         facts = self._facts
-        positions = {s.id: at for at, s in enumerate(self._plan.queue, 1)}
-        waits = Waits(facts, self._plan)
         return PoolView(
             now=now,
             devices=self.device_views(),
-            sessions=tuple(
-                self._view(s, positions.get(s.id), len(positions), waits, now)
-                for s in facts.sessions.values()
+            sessions=session_views(
+                facts, self._plan, now, self.record, Waits(facts, self._plan).since
             ),
             host_budget=facts.settings.host_memory,
             host_used=facts.host_used,
             settings=facts.settings,
-        )
-
-    def _view(
-        self, s: Session, position: int | None, length: int, waits: Waits, now: float
-    ) -> SessionView:
-        facts = self._facts
-        stays = stays_reason(facts, s, now)
-        wanted = s.state == "idle" and waits.since(s) < math.inf
-        leaves = leaves_at(s, facts) if s.state == "idle" else math.inf
-        waited, attached = seconds(s, now)
-        return SessionView(
-            record=self.record(s.id),
-            queue_position=position,
-            queue_length=length,
-            expected=None if position is None else s.wait.expected,
-            queued_at=None if position is None else s.queued_at,
-            wait_seconds_total=waited,
-            attached_seconds_total=attached,
-            stays_reason=stays,
-            leaves_at=None if stays or wanted or leaves == math.inf else leaves,
-            wanted=wanted,
-            taken_reason=taken_reason(s),
-            waits_for=waits_for(self._plan, s),
-            footprints=dict(s.lease.footprints),
         )
 
     def usage(self, now: float | None = None, since: float = -math.inf) -> PoolUsage:

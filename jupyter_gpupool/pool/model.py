@@ -13,7 +13,6 @@ from typing import Any, Literal, Mapping, NamedTuple
 
 from ..errors import Code
 from ..states import AttachPolicy, State
-from .evidence import Expected
 from .groups import Daily as Daily  # noqa: PLC0414
 from .groups import Group as Group  # noqa: PLC0414
 from .groups import PoolUsage as PoolUsage  # noqa: PLC0414
@@ -407,48 +406,3 @@ class DeviceView:
     def free(self) -> int:
         """Bytes that can be granted without a preemption."""
         return max(0, self.capacity - self.granted - self.foreign)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionView:
-    """One session as status shows it."""
-
-    record: SessionRecord
-    queue_position: int | None
-    queue_length: int
-    #: The earliest and the latest time at which the wait will probably end. None if the pool has no
-    #: evidence for an estimate.
-    expected: Expected | None
-    #: When the present wait began; None if the session does not wait.
-    queued_at: float | None
-    wait_seconds_total: float
-    attached_seconds_total: float
-    #: Why the session keeps its slice although it has been idle for long enough to lose it. Empty
-    #: for all other sessions.
-    stays_reason: str = ""
-    #: When the pool suspends the idle session if nothing else happens. None if this does not depend
-    #: on time alone: for example, if something keeps the slice (``stays_reason``), or if other
-    #: sessions wait for the slice (``wanted``).
-    leaves_at: float | None = None
-    #: Whether other sessions wait for the slice of this idle session.
-    wanted: bool = False
-    #: Why the pool took the slice while the session was idle; "" if it did not, and in the cases
-    #: that :func:`~.words.taken_reason` names.
-    taken_reason: str = ""
-    #: What the session waits for, in words that every user may see; "" if it does not wait.
-    waits_for: str = ""
-    #: For each device of the session: the bytes in use at the last measurement. A device without a
-    #: measurement has no entry.
-    footprints: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolView:
-    """The whole pool at one instant."""
-
-    now: float
-    devices: tuple[DeviceView, ...]
-    sessions: tuple[SessionView, ...]
-    host_budget: int
-    host_used: int
-    settings: PoolSettings

@@ -63,6 +63,7 @@ ORDER = [
     "unsuspendable",
     "estimate",
     "words",
+    "session_view",
     "news",
     "explain",
     "requests",

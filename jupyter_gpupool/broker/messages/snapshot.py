@@ -25,11 +25,10 @@ from ...pool.model import (
     DeviceView,
     Owner,
     PoolSettings,
-    PoolView,
     SessionRecord,
-    SessionView,
     Usage,
 )
+from ...pool.session_view import PoolView, SessionView
 from ...protocol import VERSION
 from ..configuration import Configuration
 from ..core import Core
