@@ -1,12 +1,17 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Returns the OpenAPI document of the REST interface, as this server serves it."""
+"""Returns the OpenAPI document of the REST interface, as this server serves it.
+
+The document also decides how the server treats the fields of a session. Other users see the fields
+of the schema ``OtherSession``. In the schema ``Session``, two keys mark fields: ``x-grows`` and
+``x-time``; comments there say what they mean.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -32,3 +37,20 @@ def document(base_url: str) -> dict[str, Any]:
         "info": {**found["info"], "version": __version__},
         "servers": [{"url": f"{base_url.rstrip('/')}/gpupool/api"}],
     }
+
+
+@lru_cache(maxsize=1)
+def fields_of_others() -> tuple[str, ...]:
+    """Return the fields of a session that other users may see."""
+    return tuple(_schema("OtherSession"))
+
+
+@lru_cache(maxsize=2)
+def marked(key: Literal["x-grows", "x-time"]) -> frozenset[str]:
+    """Return the fields of a session that the document marks with ``key``."""
+    return frozenset(name for name, field in _schema("Session").items() if field.get(key))
+
+
+def _schema(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = _read()["components"]["schemas"][name]["properties"]
+    return found

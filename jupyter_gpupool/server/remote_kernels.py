@@ -19,6 +19,7 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 from ..deadlines import within
 from ..errors import Code, GPUPoolError, RefusedError
 from ..protocol import MOST_LOOKED, Message
+from . import openapi
 from .views import View
 
 #: Two questions to a machine are at least this many seconds apart.
@@ -37,9 +38,6 @@ MOVED = 0.5
 _NEEDED = frozenset(
     {"id", "kernel_id", "owner", "label", "state", "granted_bytes", "slices", "devices", "request"}
 )
-
-#: The fields of a session that are times on the other machine's clock.
-_TIMES = ("opened_at", "idle_since", "leaves_at", "queued_at", "keep_until", "recall_at")
 
 
 class RemoteKernel(Protocol):
@@ -146,7 +144,7 @@ class _MachineAnswers:
             raise KeyError(*(_NEEDED - session.keys()))
         times: View = {
             name: round(float(session[name]) + shift, 3)
-            for name in _TIMES
+            for name in openapi.marked("x-time")
             if session.get(name) is not None
         }
         expected = session.get("expected")

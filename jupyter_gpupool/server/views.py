@@ -1,10 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The part of the broker's snapshot that this server shows, and what changed in it. Pure."""
+"""The part of the broker's snapshot that this server shows, and what changed in it. Pure.
+
+The OpenAPI document says which fields of a session other users see, and which fields grow with
+time: see :mod:`.openapi`.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Callable, Collection, Iterable, Mapping
+
+from . import openapi
 
 View = dict[str, Any]
 
@@ -19,22 +25,9 @@ _SHOWN = (
 #: the order waits for.
 _OF_ORDERS = ("kind", "device", "reason", "by", "since", "closed")
 
-#: Fields of other users' sessions that a user sees. They are enough to explain the use of the
-#: devices and the queue.
-_OF_OTHERS = (
-    *("id", "state", "granted_bytes", "device", "devices", "queue_position", "priority"),
-    *("asks", "waits_for", "queued_at"),
-)
-
-#: Figures that grow with time. The server publishes nothing if only such figures change, because a
-#: client computes their present values from ``now``.
-_CLOCKS = frozenset(
-    {
-        *("idle_seconds", "wait_seconds_total", "attached_seconds_total", "busy_seconds"),
-        "counted_seconds",
-        *("messages", "usage", "group_usage", "share", "budgets", "standing"),
-    }
-)
+#: The fields of other users' sessions that the server does not copy as they are. The server makes
+#: them itself, and only admins see the label.
+_OTHERWISE = frozenset({"owner", "label", "slices", "mine", "here"})
 
 #: A step is this part of a daily budget. The server publishes the budget again after each step that
 #: the user spends, and when nothing is left.
@@ -72,6 +65,7 @@ def visible(
     slices. Only an admin's server shows the owners of other sessions.
     """
     admin = bool(status.get("admin"))
+    of_others = [name for name in openapi.fields_of_others() if name not in _OTHERWISE]
     view = {name: status.get(name) for name in _SHOWN}
     view["maintenance"] = [
         {name: order[name] for name in _OF_ORDERS} for order in status.get("maintenance") or ()
@@ -89,7 +83,7 @@ def visible(
         }
         if mine(session)
         else {
-            **{name: session[name] for name in _OF_OTHERS if name in session},
+            **{name: session[name] for name in of_others if name in session},
             "slices": [
                 {name: piece[name] for name in ("device", "granted_bytes")}
                 for piece in session.get("slices", ())
@@ -129,13 +123,14 @@ def delta(
     told = before.get(name) if available is None else available
     if _without(before, {name}) != _without(now, {name}) or _moved(told, now.get(name)):
         changes["host"] = new["host"]
+    clocks = openapi.marked("x-grows")
     for part, key in (("devices", "uuid"), ("sessions", "id")):
         before = {entry[key]: entry for entry in old[part]}
         changed = [
             entry
             for entry in new[part]
             if entry[key] not in before
-            or _without(entry, _CLOCKS) != _without(before[entry[key]], _CLOCKS)
+            or _without(entry, clocks) != _without(before[entry[key]], clocks)
             or _steps(entry) != _steps(before[entry[key]])
         ]
         if changed:

@@ -75,6 +75,25 @@ def kernel_id(server):
     server.stop_kernel(name)
 
 
+def fields_of(schema):
+    return openapi.document("/")["components"]["schemas"][schema]["properties"]
+
+
+def test_document_has_every_field_of_a_session_and_no_other(server, kernel_id):
+    elsewhere = {"machine", "gpus", "unreachable"}  # only kernels on other machines have these
+    assert server.api(f"/sessions/{kernel_id}").keys() == fields_of("Session").keys() - elsewhere
+
+
+def test_document_marks_fields_only_with_known_keys():
+    found = {key for field in fields_of("Session").values() for key in field if key[:2] == "x-"}
+    assert found == {"x-grows", "x-time"}
+    assert {str(fields_of("Session")[name]["type"]) for name in openapi.marked("x-time")} == {
+        "number",
+        "['number', 'null']",
+    }
+    assert not any(key[:2] == "x-" for field in fields_of("OtherSession").values() for key in field)
+
+
 #: The tests send these orders only for unknown sessions and GPUs. An order for a real session would
 #: end the session, and an order for a real GPU would pause the GPU.
 ORDERS = {path for path, _ in OPERATIONS if path.startswith("/admin/")}
