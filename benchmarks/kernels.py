@@ -18,7 +18,8 @@ from jupyter_client import KernelManager
 from traitlets.config import Config
 
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulation import library_dir, real_driver_present
+from jupyter_gpupool.devices import vendor
+from jupyter_gpupool.emulation import library_dir
 from jupyter_gpupool.starting import ensure_broker
 
 
@@ -37,7 +38,7 @@ def private_pool(**options: Any) -> Iterator[list[str]]:
             "default_memory": 1 << 30,
             "default_limit": 1 << 30,
         }
-        if not real_driver_present():
+        if not vendor.driver_present():
             config["emulate"] = "1x16GiB"
         config |= options
         saved = os.environ.get("GPUPOOL_SOCKET")

@@ -26,7 +26,7 @@ from typing import Any
 
 from . import timeline
 from .client import Client
-from .emulation import real_driver_present
+from .devices import vendor
 from .endpoint import SOCKET_VARIABLE
 from .errors import Code, GPUPoolError
 from .starting import ensure_broker
@@ -229,14 +229,17 @@ def choose_machine(emulate: str) -> tuple[str, str]:
 
     ``emulate`` is the machine on the command line. If it is "", the environment variable counts.
     """
-    present = real_driver_present()
+    present = vendor.driver_present()
     for asked, by in ((emulate, "--emulate"), (os.environ.get(_EMULATE, ""), _EMULATE)):
         if asked:
-            unused = " This machine's NVIDIA driver is not used." if present else ""
+            unused = f" This machine's {vendor.NAME} driver is not used." if present else ""
             return asked, f"Emulating {asked} ({_LABEL}), because {by} asks for it.{unused}"
     if present:
-        return "", "Using the NVIDIA driver of this machine."
-    return EMULATED_MACHINE, f"No NVIDIA driver here: emulating {EMULATED_MACHINE} ({_LABEL})."
+        return "", f"Using the {vendor.NAME} driver of this machine."
+    return (
+        EMULATED_MACHINE,
+        f"No {vendor.NAME} driver here: emulating {EMULATED_MACHINE} ({_LABEL}).",
+    )
 
 
 def _check_packages() -> None:

@@ -82,6 +82,9 @@ from .errors import Code, GPUPoolError, ProtocolError, RefusedError
 
 VERSION = 1
 
+#: A variable of each session's processes: the name of the vendor's variable of visible devices.
+DEVICES_VARIABLE = "GPUPOOL_DEVICES_VARIABLE"
+
 #: The most bytes of a request, including its newline. They are enough for a ``hello`` with a
 #: thousand holds.
 MAX_REQUEST = 1 << 18

@@ -38,12 +38,13 @@ _MOST_BYTES = 256 << 10
 _MOST_FILE = 64 << 10
 
 #: Variables that a broker or its libraries use: the next broker must see the same values. A name
-#: that ends with "*" stands for all names with that prefix.
+#: that ends with "*" stands for all names with that prefix. The broker adds the variables of the
+#: GPUs' vendor.
 _KEPT = (
     "HOME", "USER", "LOGNAME", "PATH", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR",
     "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD",
     "XDG_*", "JUPYTER_*", "GPUPOOL_*", "EMUCUDA_*",
-    "CUDA_*", "NVIDIA_*", "GPU_DEVICE_ORDINAL", "SLURM_*", "PBS_*", "LSB_*", "SGE_*", "FLUX_*",
+    "SLURM_*", "PBS_*", "LSB_*", "SGE_*", "FLUX_*",
 )  # fmt: skip
 
 #: A variable with one of these words in its name is never written to a file.
@@ -116,23 +117,33 @@ def lock_path(socket: Path) -> Path:
     return socket.with_name(socket.name + ".start")
 
 
-def worth_keeping(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the next broker must see, without secrets."""
+def worth_keeping(environ: Mapping[str, str], vendor: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables that the next broker must see, without secrets.
+
+    ``vendor`` has the names of further variables, as in :data:`_KEPT`.
+    """
 
     def kept(name: str) -> bool:
         if name in SESSION_VARIABLES or any(word in name.upper() for word in _SECRET):
             return False
         return any(
-            name.startswith(entry[:-1]) if entry.endswith("*") else name == entry for entry in _KEPT
+            name.startswith(entry[:-1]) if entry.endswith("*") else name == entry
+            for entry in (*_KEPT, *vendor)
         )
 
     return {name: value for name, value in environ.items() if kept(name)}
 
 
 def write_record(
-    socket: Path, command: Sequence[str], environ: Mapping[str, str], journal: str = ""
+    socket: Path,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    journal: str = "",
+    vendor: Sequence[str] = (),
 ) -> StartRecord:
     """Write the record of this process, which is the broker at ``socket``; return the record.
+
+    ``vendor`` has the names of the variables that the code of the GPUs' vendor reads.
 
     Raises
     ------
@@ -141,7 +152,7 @@ def write_record(
     """
     record = StartRecord(
         tuple(command),
-        worth_keeping(environ),
+        worth_keeping(environ, vendor),
         local_machine.boot_id(),
         os.getpid(),
         local_machine.pid_namespace(),

@@ -47,13 +47,14 @@ ALLOWED: dict[str, str] = {
     "provisioner": "__init__ client config endpoint guard kernelspecs "
     "launcher protocol starting startrecord",
     "remote_provisioner": "client cluster launcher provisioner",
-    # While no broker runs, the server learns from ``emulation`` whether the machine has a real or
-    # an emulated driver.
-    "server": "__init__ client config durations emulation endpoint protocol starting startrecord",
+    # While no broker runs, the server learns from ``devices`` whether the machine has a driver, and
+    # from ``emulation`` whether it has an emulated driver.
+    "server": "__init__ client config devices durations emulation endpoint protocol starting "
+    "startrecord",
     "kernelspecs": "launcher",
     "programs": "client guard kernel launcher local_machine startrecord",
     "emulation": "",
-    "demo": "__init__ client emulation endpoint starting timeline",
+    "demo": "__init__ client devices endpoint starting timeline",
     "timeline": "",
     "cli": "__init__ broker client cluster config containers demo devices emulation endpoint guard "
     "kernelspecs launcher pool.groups pool.residence programs protocol provisioner starting "

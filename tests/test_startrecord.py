@@ -11,6 +11,7 @@ import time
 import pytest
 
 from jupyter_gpupool import startfailures, startrecord
+from jupyter_gpupool.devices import vendor
 from jupyter_gpupool.startfailures import Failures
 from jupyter_gpupool.startrecord import BadRecord, read_record, record_path, write_record
 
@@ -24,7 +25,8 @@ def socket(tmp_path):
 
 
 def test_written_record_can_be_read_back_and_is_private(socket):
-    write_record(socket, COMMAND, {"HOME": "/home/ada", "CUDA_VISIBLE_DEVICES": "3"})
+    environ = {"HOME": "/home/ada", "CUDA_VISIBLE_DEVICES": "3", "OTHER_DEVICES": "3"}
+    write_record(socket, COMMAND, environ, vendor=vendor.VARIABLES)
     record = read_record(socket)
     assert record.command == tuple(COMMAND)
     assert record.environment == {"HOME": "/home/ada", "CUDA_VISIBLE_DEVICES": "3"}

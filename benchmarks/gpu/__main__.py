@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
-from jupyter_gpupool.emulation import real_driver_present
+from jupyter_gpupool.devices import vendor
 
 from . import plan, record, runner
 
@@ -48,7 +48,7 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{item.bound:4d} s at most  {item.name}" for item in items))
         return 0
-    if options.rehearse == real_driver_present():
+    if options.rehearse == vendor.driver_present():
         print(
             "A rehearsal is for a machine without an NVIDIA driver, and this one has one."
             if options.rehearse

@@ -36,7 +36,7 @@ from typing import Any
 from benchmarks.common import summary
 from benchmarks.kernels import Kernel, driver_environment, private_pool
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulation import real_driver_present
+from jupyter_gpupool.devices import vendor
 
 GiB = 1 << 30
 
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     options = parser.parse_args(argv)
     rounds = options.rounds or (5 if options.quick else 20)
     end = time.monotonic() + options.seconds
-    real = real_driver_present()
+    real = vendor.driver_present()
     sizes = {name: size if real else size // SCALE for name, size in SIZES.items()}
     with ExitStack() as stack:
         names = stack.enter_context(

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.common import budget, summary
 from benchmarks.kernels import Kernel, driver_environment, private_pool
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulation import real_driver_present
+from jupyter_gpupool.devices import vendor
 
 GiB = 1 << 30
 
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     options = parser.parse_args(argv)
     rounds = options.rounds or (4 if options.quick else 25)
     end = time.monotonic() + options.seconds
-    real = real_driver_present()
+    real = vendor.driver_present()
     with ExitStack() as stack:
         names = stack.enter_context(private_pool(default_memory=8 * GiB, default_limit=8 * GiB))
         outside = driver_environment()

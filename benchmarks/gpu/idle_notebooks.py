@@ -26,7 +26,7 @@ import psutil
 from benchmarks.common import budget
 from benchmarks.kernels import Kernel, driver_environment, private_pool
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulation import real_driver_present
+from jupyter_gpupool.devices import vendor
 
 from .child import Remote, remote
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer notebooks")
     options = parser.parse_args(argv)
-    real = real_driver_present()
+    real = vendor.driver_present()
     count = NOTEBOOKS if real and not options.quick else FEW
     plain = PLAIN if real and not options.quick else 2
     state = STATE if real else STATE // SCALE

@@ -38,7 +38,7 @@ from benchmarks.common import budget
 from benchmarks.kernels import Kernel, driver_environment, private_pool
 from jupyter_gpupool import cgroups
 from jupyter_gpupool.client import Client
-from jupyter_gpupool.emulation import real_driver_present
+from jupyter_gpupool.devices import vendor
 
 GiB, MiB = 1 << 30, 1 << 20
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     )
     options = parser.parse_args(argv)
     end = time.monotonic() + options.seconds
-    real = real_driver_present()
+    real = vendor.driver_present()
     phase = 5.0 if real and not options.quick else 2.0 if real else 0.5
     rounds = 2
     with ExitStack() as stack:

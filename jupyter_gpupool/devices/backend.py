@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The Protocol that a vendor's code implements: all that the broker needs from the vendor's GPUs.
+"""The Protocols that a vendor's code implements: all that the product needs from the vendor's GPUs.
 
-Each vendor has its own folder in this package, such as ``nvidia``. The folder has a function
-``open_devices(options)`` that returns :class:`Devices`. ``devices/__init__.py`` chooses the vendor.
+Each vendor has its own folder in this package, such as ``nvidia``. The folder's ``__init__.py`` is
+a :class:`Vendor`: a module that has the names in this Protocol. Its function ``open_devices``
+returns :class:`Devices`, which the broker uses. ``devices/__init__.py`` chooses the vendor.
 A device is named by its UUID, a process by its :class:`~jupyter_gpupool.procfs.ProcessId`. Sizes
 are in bytes, durations in seconds.
 
@@ -30,7 +31,15 @@ from typing import Callable, Collection, Mapping, Protocol, Sequence
 from ..errors import ConfigError
 from ..pool.model import Device
 from ..procfs import ProcessId
-from .model import Continued, DeviceSample, FileHolder, ResumeOutcome, SessionState, SuspendOutcome
+from .model import (
+    Continued,
+    DeviceSample,
+    FileHolder,
+    Finding,
+    ResumeOutcome,
+    SessionState,
+    SuspendOutcome,
+)
 
 
 def _nothing(*_: str) -> None:
@@ -90,6 +99,14 @@ class Devices(Protocol):
     @property
     def memo(self) -> str:
         """A text of the vendor's code. The broker saves it for the next broker on this machine."""
+
+    @property
+    def visible(self) -> str:
+        """The name of the environment variable that lists the devices which a program sees.
+
+        The kernel learns the name when it starts, and later sets the variable to the devices of its
+        slice.
+        """
 
     @property
     def guard(self) -> GuardedDevices | None:
@@ -345,6 +362,73 @@ class GuardedDevices(Devices, Protocol):
 #: A function that returns a vendor's :class:`Devices`. It does not call the driver, and does not
 #: search for devices: :meth:`Devices.start` does both.
 OpenDevices = Callable[[DeviceOptions], Devices]
+
+
+class InterpreterAnswer(Protocol):
+    """What an interpreter reports about the vendor's packages."""
+
+    @property
+    def python(self) -> str:
+        """The interpreter's version; "" if unknown."""
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The version of each of the vendor's packages."""
+
+    @property
+    def problem(self) -> str:
+        """Why the child processes cannot use the interpreter; "" if they can use it."""
+
+
+class Interpreter(Protocol):
+    """The Python environment with the vendor's packages, which ``install-devices`` makes."""
+
+    @property
+    def REQUIREMENTS(self) -> Path:  # noqa: N802 (a constant of a module)
+        """The file with the tested versions of the packages."""
+
+    @property
+    def INSTALL(self) -> str:  # noqa: N802
+        """The command that makes the environment."""
+
+    def places(self) -> tuple[Path, Path]:
+        """Return the two places for the environment; the second if the first is not writable."""
+
+    def ask(self, python: str) -> InterpreterAnswer:
+        """Return which of the vendor's packages the interpreter ``python`` has; this blocks."""
+
+
+class Vendor(Protocol):
+    """The module of a vendor's folder: all names that the product uses from it."""
+
+    @property
+    def NAME(self) -> str:  # noqa: N802
+        """The vendor's name in sentences, such as "NVIDIA"."""
+
+    @property
+    def VARIABLES(self) -> Sequence[str]:  # noqa: N802
+        """The environment variables that the vendor's code and libraries read in the broker.
+
+        A broker that replaces a dead broker gets the values of the dead one. A name that ends with
+        "*" stands for all names with that prefix.
+        """
+
+    @property
+    def interpreter(self) -> Interpreter:
+        """The module for the interpreter of the child processes."""
+
+    def open_devices(self, options: DeviceOptions) -> Devices:
+        """See :data:`OpenDevices`."""
+
+    def driver_present(self) -> bool:
+        """Return whether this machine has the vendor's kernel driver, without loading a library."""
+
+    def inspect(self, python: str, *, driver: bool) -> list[Finding]:
+        """Return the doctor's findings on this machine, without starting the driver.
+
+        ``python`` is ``c.GPUPool.device_python``; ``driver`` says whether to check the kernel
+        driver.
+        """
 
 
 def named(machine: Mapping[str, int], wanted: Sequence[str], limit: str = "") -> list[str]:

@@ -20,6 +20,7 @@ import re
 import sys
 from typing import Any, Callable, MutableMapping, Sequence
 
+from ..protocol import DEVICES_VARIABLE
 from .holds import Slice
 
 #: ``CUDA_ERROR_NOT_INITIALIZED`` (cuda.h): cuInit has not been called in this process.
@@ -37,6 +38,9 @@ SMALLEST_SHARE = 0.5
 #: The environment variable with a copy of the value that the pool has given to
 #: ``CUDA_VISIBLE_DEVICES``. Only the processes of a session with a guard have this variable.
 OURS_VARIABLE = "GPUPOOL_VISIBLE"
+
+#: NVIDIA's variable of visible devices. The guard is only for NVIDIA's GPUs.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class CudaProbe:
@@ -71,7 +75,10 @@ class CudaProbe:
 
 
 def show_devices(devices: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set ``CUDA_VISIBLE_DEVICES`` to the UUIDs of the session's devices.
+    """Set the vendor's variable of visible devices to the UUIDs of the session's devices.
+
+    The variable ``GPUPOOL_DEVICES_VARIABLE`` has the name of the vendor's variable. A broker of an
+    older version does not set it; its devices are NVIDIA's.
 
     Before cuInit, ``CUDA_VISIBLE_DEVICES`` decides which devices the process gets. After cuInit the
     driver no longer reads it, but child processes do, and they must see the session's present
@@ -80,13 +87,14 @@ def show_devices(devices: Sequence[str], environ: MutableMapping[str, str] = os.
     """
     if not devices:
         return
+    name = environ.get(DEVICES_VARIABLE) or VISIBLE
     text = ",".join(devices)
     ours = environ.get(OURS_VARIABLE)
     if ours is not None:
-        if environ.get("CUDA_VISIBLE_DEVICES") != ours:
+        if environ.get(name) != ours:
             return
         environ[OURS_VARIABLE] = text
-    environ["CUDA_VISIBLE_DEVICES"] = text
+    environ[name] = text
 
 
 def usable_bytes(granted: int) -> int:
@@ -163,8 +171,6 @@ def _cap_cupy(cupy: Any, slices: tuple[Slice, ...]) -> bool:
 
 
 # ---------------------------------------------------------------------- assignments by the user
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Mapping, MutableMapping
 
 from .. import emulation
+from ..devices import vendor
 
 View = dict[str, Any]
 
@@ -41,9 +42,9 @@ def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -
         except emulation.EmulatorError as error:
             return _none(str(error))
         return _some(emulated=True)
-    if emulation.real_driver_present():
+    if vendor.driver_present():
         return _some()
-    return _none("No NVIDIA driver was found on this machine.")
+    return _none(f"No {vendor.NAME} driver was found on this machine.")
 
 
 def told(view: Mapping[str, Any]) -> View:

@@ -34,6 +34,7 @@ class MemoryDevices:
 
     problem = limit = hazard = memo = ""
     versions = "Host memory 1.0"
+    visible = VISIBLE
     guard = None
 
     def __init__(self, options):

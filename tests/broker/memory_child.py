@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from jupyter_gpupool.kernel.frameworks import show_devices
+
 from . import child
 from .memory_broker import MACHINE, VISIBLE
 
@@ -29,6 +31,17 @@ def do_sees(_):
     return os.environ[VISIBLE].split(",")
 
 
+def do_settle(_):
+    """Set the visible devices as the agent does after a lease; return the variables that changed.
+
+    The agent of a kernel calls the same function before each cell.
+    """
+    before = dict(os.environ)
+    show_devices([s.device for s in child.LINK.slices])
+    return dict(os.environ.items() - before.items())
+
+
 if __name__ == "__main__":
-    child.do_alloc, child.do_where, child.do_sees = do_alloc, do_where, do_sees
+    child.do_alloc, child.do_where = do_alloc, do_where
+    child.do_sees, child.do_settle = do_sees, do_settle
     child.main()

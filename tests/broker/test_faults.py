@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool.emulation import real_driver_present
+from jupyter_gpupool.devices import vendor
 
 from .kit import Kernel, MiB, wait_until
 
@@ -227,7 +227,7 @@ def test_agent_that_disconnects_keeps_its_hold_for_a_while(broker, kernel):
 
 def test_missing_driver_is_explained_in_one_sentence(make_broker, folder):
     broker = make_broker(emulate="")
-    if real_driver_present():
+    if vendor.driver_present():
         pytest.skip("this machine has an NVIDIA driver")
     assert broker.start()["ok"]
     from jupyter_gpupool.errors import RefusedError

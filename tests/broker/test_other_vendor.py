@@ -10,7 +10,7 @@ from jupyter_gpupool.devices import Devices
 
 from . import kit
 from .kit import MiB, wait_until
-from .memory_broker import MACHINE, NAMES, MemoryDevices
+from .memory_broker import MACHINE, NAMES, VISIBLE, MemoryDevices
 
 
 class Broker(kit.Broker):
@@ -66,6 +66,10 @@ def test_session_attaches_is_suspended_and_resumes(broker, kernel, moves):
     places[target].do("drop", hold="cell")
     one.attach("again")
     assert one.do("where") == [target, 1, 200 * MiB]
+    # The kernel shows its slice in the variable of this vendor, and in no other variable.
+    seen = one.do("sees")
+    assert one.do("settle") == ({} if seen == [target] else {VISIBLE: target})
+    assert one.do("sees") == [target]
     assert places[target].do("where")[0] == "host"
 
 

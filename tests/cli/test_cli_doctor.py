@@ -13,9 +13,8 @@ from snapshots import GiB, device, pool
 from jupyter_gpupool.cgroups import Host
 from jupyter_gpupool.cli import checks, main
 from jupyter_gpupool.config import load_settings
-from jupyter_gpupool.devices import Finding
+from jupyter_gpupool.devices import Finding, vendor
 from jupyter_gpupool.devices.nvidia import driver
-from jupyter_gpupool.emulation import real_driver_present
 from jupyter_gpupool.guard import build, install
 from tests import emulated
 
@@ -130,7 +129,7 @@ def test_doctor_says_why_a_broker_does_not_attach_lazily(broker, capsys):
 
 
 def test_missing_driver_is_a_failure_with_a_next_step(monkeypatch, capsys):
-    if real_driver_present():
+    if vendor.driver_present():
         pytest.skip("this machine has an NVIDIA driver")
     code, found = doctor(capsys)
     assert code == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
-from jupyter_gpupool.emulation import real_driver_present
+from jupyter_gpupool.devices import vendor
 
 from .kit import KERNEL_NAME, Pool
 
@@ -40,7 +40,7 @@ def kernelspec():
 @pytest.fixture(scope="session")
 def installed(kernelspec):
     """Fail if the machine has a real driver: these tests may not run on such a machine."""
-    if real_driver_present():
+    if vendor.driver_present():
         pytest.fail("The end-to-end tests emulate devices, and this machine has an NVIDIA driver.")
 
 

@@ -280,7 +280,7 @@ def test_requirements_of_devices_are_the_same_in_all_files():
     ],
 )
 def test_the_demo_says_why_it_emulates(monkeypatch, present, asked, variable, machine, said):
-    monkeypatch.setattr(demo, "real_driver_present", lambda: present)
+    monkeypatch.setattr(demo.vendor, "driver_present", lambda: present)
     monkeypatch.setenv("GPUPOOL_EMULATE", variable)
     found, text = demo.choose_machine(asked)
     assert found == machine

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jupyter_gpupool.emulation import environment, real_driver_present
+from jupyter_gpupool.devices import vendor
+from jupyter_gpupool.emulation import environment
 
 GiB = 1 << 30
 MiB = 1 << 20
@@ -53,7 +54,7 @@ class Machine:
 @contextmanager
 def machine(emulate: str = EMULATED) -> Iterator[Machine]:
     """Yield this machine if it has an NVIDIA driver, else an emulated machine."""
-    if real_driver_present():
+    if vendor.driver_present():
         yield Machine(dict(os.environ), "")
         return
     from tests.emulated import build

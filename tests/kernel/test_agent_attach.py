@@ -65,6 +65,13 @@ def test_visible_devices_are_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> N
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
 
 
+def test_broker_names_the_variable_of_visible_devices() -> None:
+    environ = {"GPUPOOL_DEVICES_VARIABLE": "OTHER_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES": "7"}
+    show_devices(("GPU-a", "GPU-b"), environ)
+    assert environ["OTHER_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
 def test_cap_leaves_room_for_the_context_and_is_never_zero() -> None:
     assert usable_bytes(4 * GiB) == 4 * GiB - CONTEXT_BYTES
     assert usable_bytes(256 << 20) == 128 << 20

@@ -21,11 +21,11 @@ NOBODY = Path("/nowhere/broker.sock")
 @pytest.fixture
 def bare(monkeypatch):
     """A machine without a driver."""
-    monkeypatch.setattr(emulation, "real_driver_present", lambda: False)
+    monkeypatch.setattr(page.vendor, "driver_present", lambda: False)
 
 
 def test_page_assumes_a_gpu_if_there_is_a_driver(monkeypatch):
-    monkeypatch.setattr(emulation, "real_driver_present", lambda: True)
+    monkeypatch.setattr(page.vendor, "driver_present", lambda: True)
     assert page.first({}, {}, NOBODY) == SOME
 
 

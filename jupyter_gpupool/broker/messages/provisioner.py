@@ -17,7 +17,7 @@ from ...errors import Code, RefusedError
 from ...pool import events as e
 from ...pool.limits import blame_default, default_request, fit_unasked
 from ...pool.model import Refusal, Request
-from ...protocol import Message
+from ...protocol import DEVICES_VARIABLE, Message
 from ...states import POLICIES
 from ..configuration import Configuration
 from ..core import Core, refused
@@ -138,7 +138,11 @@ class ProvisionerMessages:
         session.model = message.get("model", "")
         session.data = tuple(message.get("data", ()))
         session.home = self._homes.first(request)
-        env = {**self._environment, **self._service.environment(session.home)}
+        env = {
+            **self._environment,
+            **self._service.environment(session.home),
+            DEVICES_VARIABLE: self._service.visible,
+        }
         content = self._content if isinstance(session.uid, str) else None
         if content is not None:
             env = content.environment(env)

@@ -24,6 +24,7 @@ from typing import Any, Awaitable, Callable, Sequence
 
 from ... import local_machine, procfs
 from ...daemon import broker_environment
+from ...devices import vendor
 from ...endpoint import user_runtime_dir
 from ...errors import GPUPoolError
 from ...startfailures import forgive
@@ -93,7 +94,9 @@ class StartRecordFile:
         command = [*self._command, "--socket", str(self._socket)]
         try:
             environment = broker_environment(os.environ)
-            self._record = write_record(self._socket, command, environment, str(journal))
+            self._record = write_record(
+                self._socket, command, environment, str(journal), vendor.VARIABLES
+            )
             forgive(self._socket)
             if self._served:
                 self._change(served=True)  # a client has connected before the record was written

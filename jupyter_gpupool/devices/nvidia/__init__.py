@@ -42,7 +42,12 @@ if TYPE_CHECKING:
     from ..backend import DeviceOptions, Devices
     from ..model import Finding
 
-__all__ = ["inspect", "interpreter", "open_devices"]
+__all__ = ["NAME", "VARIABLES", "driver_present", "inspect", "interpreter", "open_devices"]
+
+NAME = "NVIDIA"
+
+#: See :attr:`.backend.Vendor.VARIABLES`.
+VARIABLES = ("CUDA_*", "NVIDIA_*", "GPU_DEVICE_ORDINAL")
 
 
 def open_devices(options: DeviceOptions) -> Devices:
@@ -67,6 +72,13 @@ def open_devices(options: DeviceOptions) -> Devices:
         version_file=options.version_file or driver.MODULE,
         on_device_lost=options.on_lost,
     )
+
+
+def driver_present() -> bool:
+    """Return whether this machine has NVIDIA's kernel driver (or WSL's GPU device)."""
+    from .driver import present
+
+    return present()
 
 
 def inspect(python: str, *, driver: bool) -> list[Finding]:

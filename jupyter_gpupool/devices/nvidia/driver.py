@@ -8,6 +8,7 @@ the device has the ability.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,24 @@ class Capabilities:
     suspend: bool
     migrate: bool
     reason: str = ""
+
+
+def present() -> bool:
+    """Whether this machine has an NVIDIA kernel driver (or WSL's GPU device).
+
+    A device file alone proves nothing: NVIDIA's library creates ``/dev/nvidiactl`` when root calls
+    cuInit, even if the Linux kernel has no NVIDIA driver (observed with versions 535, 550 and 555
+    of the library). Without the driver, that file cannot be opened.
+    """
+    if any(os.path.exists(path) for path in ("/proc/driver/nvidia/version", "/dev/dxg")):
+        return True
+    try:
+        os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+    except PermissionError:
+        return True  # the driver exists, but this user may not use it; another message reports this
+    except OSError:
+        return False
+    return True
 
 
 def kill_hazard(module: Path = MODULE) -> str:

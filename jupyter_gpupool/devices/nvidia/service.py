@@ -21,7 +21,7 @@ from .checkpoint import absent, complete_mapping
 from .inventory import Inventory
 from .landing_move import LandingMove, interrupted
 from .operations import ROOM_WAIT, Operation
-from .visibility import environment
+from .visibility import VISIBLE, environment
 from .workers import KEPT_MOST, KEPT_PATIENCE, KEPT_PAUSE, KEPT_POLL
 
 
@@ -35,6 +35,11 @@ class DeviceService(Inventory):
     def guard(self) -> DeviceService:
         """The service itself, which also has the functions for guarded kernels."""
         return self
+
+    @property
+    def visible(self) -> str:
+        """The name of the environment variable that lists the devices of a program."""
+        return VISIBLE
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
         """Return environment variables for a new program, which then sees only these devices."""

@@ -26,11 +26,11 @@ from ..model import FileHolder
 
 DeviceRow = Mapping[str, Any]
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 #: The broker uses the first of these variables that is set. Slurm sets CUDA_VISIBLE_DEVICES for
 #: every step, so the other variables matter only if a user has removed CUDA_VISIBLE_DEVICES.
-_FIRST = (_VISIBLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
+_FIRST = (VISIBLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 
 #: Variable of the container toolkit. It contains the numbers that the GPUs have on the host.
 _TOOLKIT = "NVIDIA_VISIBLE_DEVICES"
@@ -64,7 +64,7 @@ class Given:
 
 def environment(devices: Sequence[str]) -> dict[str, str]:
     """Return environment variables for a new program, which then sees only these devices."""
-    return {_VISIBLE: ",".join(devices), **_ORDER, **_FRUGAL}
+    return {VISIBLE: ",".join(devices), **_ORDER, **_FRUGAL}
 
 
 def chosen(
@@ -200,9 +200,9 @@ class Aside:
 
     def _see(self, machine: Iterable[str]) -> None:
         if self._reasons:
-            self._env[_VISIBLE] = ",".join(u for u in machine if u not in self._reasons)
+            self._env[VISIBLE] = ",".join(u for u in machine if u not in self._reasons)
         else:
-            self._env.pop(_VISIBLE, None)
+            self._env.pop(VISIBLE, None)
 
 
 #: Prefix of the paths of NVIDIA's device files.

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from jupyter_gpupool import emulation
+from jupyter_gpupool.devices import vendor
+from jupyter_gpupool.devices.nvidia import driver
 
 
 @pytest.fixture
@@ -21,8 +22,8 @@ def machine_with(monkeypatch):
                 raise OSError(opened, os.strerror(opened))
             return os.dup(2)
 
-        monkeypatch.setattr(emulation.os.path, "exists", lambda path: path in files)
-        monkeypatch.setattr(emulation.os, "open", open_it)
+        monkeypatch.setattr(driver.os.path, "exists", lambda path: path in files)
+        monkeypatch.setattr(driver.os, "open", open_it)
 
     return have
 
@@ -30,13 +31,13 @@ def machine_with(monkeypatch):
 @pytest.mark.parametrize("file", ["/proc/driver/nvidia/version", "/dev/dxg"])
 def test_real_driver_is_recognised_by_its_files(machine_with, file):
     machine_with([file])
-    assert emulation.real_driver_present()
+    assert vendor.driver_present()
 
 
 @pytest.mark.parametrize("opened", [0, errno.EACCES, errno.EPERM])
 def test_real_driver_is_recognised_by_its_device_file(machine_with, opened):
     machine_with([], opened)
-    assert emulation.real_driver_present()
+    assert vendor.driver_present()
 
 
 @pytest.mark.parametrize("opened", [errno.ENOENT, errno.ENXIO, errno.ENODEV])
@@ -46,4 +47,4 @@ def test_device_file_without_a_device_shows_no_driver(machine_with, opened):
     So the file alone does not show that the machine has a driver.
     """
     machine_with(["/dev/nvidiactl"], opened)
-    assert not emulation.real_driver_present()
+    assert not vendor.driver_present()
