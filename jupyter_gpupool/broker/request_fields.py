@@ -247,7 +247,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # epoch, holds: after a reconnect, the epoch and the holds that the agent knows. member: false
     # for the agent; true for another program of the session, or for the program that started the
     # session.
-    # ok: session, state, epoch, slices, attach, request, limits
+    # ok: session, state, epoch, slices, attach, request, pinned_reason, preempted, remedy, limits
     "hello": (
         {"session": Text(), "token": Text(500)},
         {
@@ -258,10 +258,10 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
         },
     ),
     # kind: cell | comm | manual. With ``wait``, the broker answers when it grants or refuses the
-    # hold. ok: epoch, slices. Without ``wait``, the message has no id and gets no answer. An agent
+    # hold. ok: epoch, slices. Without ``wait``, the message has no id and gets no ``ok``. An agent
     # may leave ``wait`` out only while it has its lease.
     "hold": ({"hold": Text(), "kind": Text()}, {"epoch": _COUNT, "wait": Flag()}),
-    # cuda: whether this process has called cuInit (null: the agent cannot tell). No answer.
+    # cuda: whether this process has called cuInit (null: the agent cannot tell). No ``ok``.
     "drop": ({"hold": Text()}, {"cuda": Flag(null=True)}),
     # stop waiting for a hold. The broker refuses the ``hold`` request that waits, with error code
     # "cancelled". ok: -
@@ -291,10 +291,10 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     ),
     # ---- its agent again
     # the agent's answer to the broker's message ``yield``. yielded: whether the agent gives up the
-    # lease of this epoch. No answer.
+    # lease of this epoch. No ``ok``.
     "yielded": ({"epoch": _COUNT, "yielded": Flag()}, {"cuda": Flag(null=True)}),
     # no cell and no widget callback runs in the kernel now. The agent sends this after the broker's
-    # message ``wanted``. No answer.
+    # message ``wanted``. No ``ok``.
     "resting": ({}, {}),
     # ---- any client that may act on the session (its agent may leave ``session`` out)
     # ok: request (as it is now), note
