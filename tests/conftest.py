@@ -119,7 +119,7 @@ COSTS = {
 QUICK = {
     "pool", "cluster/test_courier", "cluster/test_ledger", "cluster/test_views", "config",
     "kubernetes/test_manifests", "containers/test_start", "containers/test_examples",
-    "test_architecture", "test_client", "test_emulation",
+    "test_architecture", "test_client", "devices/test_driver_present",
     "test_endpoint",
     "test_errors", "test_longruns", "test_local_machine", "test_marks", "test_protocol",
     "test_startrecord", "test_text", "texts", "test_threads", "test_timeline", "test_units",

@@ -42,6 +42,7 @@ def test_record_leaves_out_secrets_and_session_variables(socket):
     environ = {
         "JUPYTER_TOKEN": "t", "JUPYTERHUB_API_TOKEN": "t", "SLURM_JWT": "t", "AWS_SECRET": "t",
         "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "GPUPOOL_PAGE": "/dev/shm/x",
+        "GPUPOOL_DEVICES_VARIABLE": "CUDA_VISIBLE_DEVICES",
         "GPUPOOL_EMULATE": "2x1GiB", "EMUCUDA_FAULTS": "hang", "SLURM_JOB_GPUS": "1",
         "XDG_STATE_HOME": "/s", "EDITOR": "vi",
     }  # fmt: skip

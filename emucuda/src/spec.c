@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The grammar of EMUCUDA_MACHINE. `machine.py` parses the same grammar to give better messages. A
- * test compares the two parsers on valid and invalid strings.
+ * The grammar of EMUCUDA_MACHINE. `specification.py` parses the same grammar to give better
+ * messages. A test compares the two parsers on valid and invalid strings.
  */
 #include "machine.h"
 
@@ -21,7 +21,7 @@
  * calls, which use pageable memory. An H100 suspends at 5 GB/s and resumes at 7 GB/s, but the 7
  * GB/s were reported for other boards. An RTX 4090 suspends at 4 GB/s and resumes at 7 GB/s. For
  * the H200, this project measured copies, and suspends and resumes under the guard
- * (benchmarks/results/gpu-h200-*). `machine.py` has the same profile names. */
+ * (benchmarks/results/gpu-h200-*). `specification.py` has the same profile names. */
 static const struct {
     const char *name;
     struct rates rates;

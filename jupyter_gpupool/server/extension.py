@@ -17,7 +17,7 @@ from traitlets import Float
 from .. import starting, startrecord
 from ..config.differences import not_logged, notice
 from ..endpoint import find_socket
-from . import admin_routes, handlers, page_config, stream
+from . import admin_routes, handlers, openapi, page_config, stream
 from .broker_link import BrokerLink
 from .remote_kernels import RemoteKernel
 from .views import View
@@ -92,6 +92,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
 
     def initialize_settings(self) -> None:
         """Register the event schemas and make the watch; called by the server."""
+        openapi.load()
         for path in sorted(SCHEMAS.glob("*/v1.yaml")):
             self.serverapp.event_logger.register_event_schema(path)
         try:

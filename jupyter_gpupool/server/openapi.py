@@ -21,7 +21,8 @@ FILE = Path(__file__).with_name("openapi.yaml")
 
 
 @lru_cache(maxsize=1)
-def _read() -> dict[str, Any]:
+def load() -> dict[str, Any]:
+    """Read the document once. The server does this before it serves, because it may take 0.3 s."""
     # CSafeLoader uses libyaml and is ten times as fast as SafeLoader, but not every PyYAML has
     # CSafeLoader.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -31,7 +32,7 @@ def _read() -> dict[str, Any]:
 
 def document(base_url: str) -> dict[str, Any]:
     """Return the document for a server at ``base_url``."""
-    found = _read()
+    found = load()
     return {
         **found,
         "info": {**found["info"], "version": __version__},
@@ -52,5 +53,5 @@ def marked(key: Literal["x-grows", "x-time"]) -> frozenset[str]:
 
 
 def _schema(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = _read()["components"]["schemas"][name]["properties"]
+    found: dict[str, Any] = load()["components"]["schemas"][name]["properties"]
     return found

@@ -84,6 +84,15 @@ def test_document_has_every_field_of_a_session_and_no_other(server, kernel_id):
     assert server.api(f"/sessions/{kernel_id}").keys() == fields_of("Session").keys() - elsewhere
 
 
+def test_other_users_see_these_fields_of_a_session_and_no_other():
+    """Names the fields once more, so that an edit of the document cannot show one by mistake."""
+    assert set(openapi.fields_of_others()) == {
+        *("id", "state", "granted_bytes", "device", "devices", "slices", "queue_position"),
+        *("priority", "asks", "waits_for", "queued_at", "mine", "here"),
+        *("owner", "label"),  # only on an admin's server
+    }
+
+
 def test_document_marks_fields_only_with_known_keys():
     found = {key for field in fields_of("Session").values() for key in field if key[:2] == "x-"}
     assert found == {"x-grows", "x-time"}

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 CONNECTIONS_PER_SESSION, USERS_SHARE = 8, 4
 
 #: A process of a session may send these types of messages on a new connection. The session that the
-#: message names then counts the message. (``home``, ``page`` and
-#: ``land`` are not counted.)
+#: message names then counts the message. (``home``, ``page`` and ``land`` are not counted.)
 _OF_PROCESSES = frozenset({"hello", "attach", "grow"})
 
 

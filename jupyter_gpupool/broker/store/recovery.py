@@ -12,7 +12,8 @@ opened       no process yet  detached; then its server names the process, or the
 queued       any             detached; its agent asks again
 attaching    none            detached: nothing had been done
 attaching    checkpointed    detached, still suspended
-attaching    running         attached: the restore had succeeded
+attaching    running         attached if it had suspended state: the restore had succeeded;
+                             otherwise detached
 active/idle  running, none   attached
 active/idle  checkpointed    detached and suspended: something outside the pool did it
 detaching    running, none   attached: the suspend had not begun, or was undone
