@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Percentiles, facts about the machine, and the format of results.
 
-A benchmark's result is a dict of JSON values. The optional key ``budgets`` has a list of results of
-:func:`budget`. The runner prints this list as a table. Two more optional keys name the hardware:
+A benchmark's result is a dict of JSON values. The key ``budgets`` has a list of results of
+:func:`budget`. The runner prints this list as a table. Two optional keys name the hardware:
 ``emulated`` is true if the devices are emulated, and ``device_names`` has the names that the pool
 gives the devices. No result names a host, a user or a path.
 """

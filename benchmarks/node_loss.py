@@ -22,13 +22,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from benchmarks.common import summary
+from benchmarks.common import budget, summary
 from benchmarks.node_memory import carrier_and_class
 from tests.broker.kit import remove, short_folder, wait_until
 from tests.cluster.kit import Cluster, family
 
 #: The benchmark kills or stops the machine LOST, and asks the broker of the machine ASKED.
 LOST, ASKED = "m1", "m2"
+
+#: The most milliseconds from the time-out of a machine's reports until another broker shows the
+#: machine as silent. The broker renews its view of the cluster at most once a second.
+ADDED_MS = 2000.0
 
 #: Seconds between two requests for the cluster's view. The broker may renew its view only once a
 #: second.
@@ -105,4 +109,13 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         "carried_by": carrier,
         "age_of_reports_ms": summary(well),
         "notices": {how: summary(times) for how, times in took.items()},
+        "budgets": [
+            budget(
+                f"a {how} machine is shown as silent, after the time-out of {cluster.ttl:g} s, max",
+                max(times) - cluster.ttl * 1000,
+                ADDED_MS,
+                "ms",
+            )
+            for how, times in took.items()
+        ],
     }

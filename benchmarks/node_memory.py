@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import pss, rss
+from benchmarks.common import budget, pss, rss
 from tests.broker.kit import remove, short_folder, wait_until
 from tests.cluster.kit import Cluster, family
 
@@ -38,6 +38,10 @@ PARTS = (
 
 #: Kernels with a slice while the memory is read.
 KERNELS = 2
+
+#: The most PSS in MB of a machine's part of a cluster, by transport. The head of a Ray cluster also
+#: has the cluster's tables, so it has no limit.
+BUDGET_MB = {"Ray": 500, "a unix socket": 50}
 
 #: Seconds between two readings, and by which fraction the memory of a machine at rest may change.
 BETWEEN, CHANGE = 5.0, 0.01
@@ -131,4 +135,16 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         "emulated": True,
         "carried_by": carrier,
         "machines": found,
+        "budgets": [
+            budget(
+                f"memory of a machine for its part of a cluster, over {carrier}, PSS",
+                max(
+                    machine["cluster"]["pss_bytes"] / 1e6
+                    for machine in found.values()
+                    if "Ray's head" not in machine["parts"]
+                ),
+                BUDGET_MB[carrier],
+                "MB",
+            )
+        ],
     }

@@ -74,6 +74,8 @@ class Cluster:
 
     names = ("m0", "m1", "m2")
     make_broker = broker_kit.Broker
+    #: After this many seconds without a report, the ledger counts a machine as silent.
+    ttl = TTL
 
     def __init__(self, folder, *, sockets=None, of_node=None, **config):
         """``sockets`` is a folder for broker sockets. ``of_node`` maps a node to more options."""

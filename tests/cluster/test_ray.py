@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpupool.cluster import desk
 from jupyter_gpupool.cluster.node import RAY_FOLDER
 from tests.broker import kit as broker_kit
 from tests.broker.kit import remove, short_folder, wait_until
@@ -70,6 +71,8 @@ class RayNode:
 
 class RayCluster(Cluster):
     """A :class:`Cluster` in which Ray carries the messages and runs the ledger."""
+
+    ttl = desk.TTL
 
     def __init__(self, folder, *, store=None, **options):
         super().__init__(folder, **options)

@@ -133,6 +133,11 @@ def test_no_benchmark_starts_if_its_folder_cannot_be_made(tmp_path):
     assert "==" not in done.stdout
 
 
+def test_every_benchmark_compares_its_figures_with_a_budget():
+    sources = {name: (ROOT / "benchmarks" / f"{name}.py").read_text() for name in find()}
+    assert [name for name, source in sources.items() if '"budgets"' not in source] == []
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1600)
 def test_every_benchmark_writes_anonymous_figures(tmp_path):
