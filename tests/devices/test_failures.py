@@ -10,14 +10,18 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jupyter_gpupool import procfs
+from jupyter_gpupool.devices import DeviceSample
 from jupyter_gpupool.devices.children import Child, ChildLost
 from jupyter_gpupool.devices.nvidia.child_programs import NICE
 from jupyter_gpupool.devices.nvidia.interpreter import PROGRAMS, child_environment
+from jupyter_gpupool.devices.nvidia.sampler import Sampler
 from jupyter_gpupool.devices.nvidia.visibility import holders
 from jupyter_gpupool.errors import DriverError
 from tests.emulated import device_files
@@ -507,6 +511,31 @@ async def test_lost_device_is_reported_at_most_once_by_each_sign(emulated, waiti
         await service.sample()
         assert {uuid for uuid, _ in machine.lost} == {devices[1].uuid}
         assert ["Xid" in reason for _, reason in machine.lost] in ([True], [False, True])
+
+
+@pytest.mark.parametrize(
+    ("sampled", "reported"),
+    [("Xid 79", ["Xid 79"]), ("cannot be read", ["cannot be read", "Xid 79"]), ("", ["Xid 79"])],
+)
+async def test_xid_that_a_sample_has_reported_is_reported_once(sampled, reported):
+    """The monitor marks the device as lost before it sends the event, so a sample may be first."""
+    told = []
+    monitor = SimpleNamespace(pid=1, generation=0)
+    children = SimpleNamespace(make=lambda *_, **__: monitor)
+    log = logging.getLogger(__name__)
+    sampler = Sampler(children=children, log=log, on_lost=lambda *lost: told.append(lost))
+    device = DeviceSample("a", total=1, used=0, reserved=0, free=0, processes=(), lost=sampled)
+    row = {**asdict(device), "processes": []}
+
+    async def ask(*_, **__):
+        return {"samples": [row]}
+
+    monitor.ask = ask
+    await sampler.sample(["a"])
+    sampler._take({"event": "lost", "uuid": "a", "reason": "Xid 79"})
+    row["lost"] = "Xid 79"
+    await sampler.sample(["a"])
+    assert told == [("a", reason) for reason in reported]
 
 
 async def test_session_of_a_lost_device_resumes_on_another(emulated):

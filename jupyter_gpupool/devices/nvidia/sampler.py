@@ -103,7 +103,8 @@ class Sampler:
         self._watching = 0
         self._xids: dict[str, str] = {}
         self._places: dict[str, int] = {}
-        self._told: set[str] = set()
+        #: For each lost device: the reason that was told last.
+        self._told: dict[str, str] = {}
 
     async def discover(self) -> dict[str, Any]:
         """Return the result of ``monitor.discover``.
@@ -194,7 +195,7 @@ class Sampler:
             if sample.lost:
                 self._tell(sample.uuid, sample.lost)
             else:
-                self._told.discard(sample.uuid)
+                self._told.pop(sample.uuid, None)
         return samples
 
     async def wait_freed(
@@ -279,16 +280,17 @@ class Sampler:
     def _take(self, message: dict[str, Any]) -> None:
         if message["event"] == "lost" and message["uuid"]:
             uuid, reason = message["uuid"], message["reason"]
-            if uuid not in self._xids:
+            if uuid not in self._xids and self._told.get(uuid) != reason:
                 # A sample may have reported that the device cannot be read. The Xid must be
-                # reported in addition, because only a reset helps after an Xid.
-                self._told.discard(uuid)
+                # reported in addition, because only a reset helps after an Xid. If a sample has
+                # already reported the Xid, this event says nothing new.
+                self._told.pop(uuid, None)
             self._xids[uuid] = reason
             self._tell(uuid, reason)
 
     def _tell(self, uuid: str, reason: str) -> None:
         if uuid not in self._told:
-            self._told.add(uuid)
+            self._told[uuid] = reason
             self._on_lost(uuid, reason)
 
 
