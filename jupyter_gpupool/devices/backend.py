@@ -383,13 +383,10 @@ class InterpreterAnswer(Protocol):
 class Interpreter(Protocol):
     """The Python environment with the vendor's packages, which ``install-devices`` makes."""
 
-    @property
-    def REQUIREMENTS(self) -> Path:  # noqa: N802 (a constant of a module)
-        """The file with the tested versions of the packages."""
-
-    @property
-    def INSTALL(self) -> str:  # noqa: N802
-        """The command that makes the environment."""
+    #: The file with the tested versions of the packages.
+    REQUIREMENTS: Path
+    #: The command that makes the environment.
+    INSTALL: str
 
     def places(self) -> tuple[Path, Path]:
         """Return the two places for the environment; the second if the first is not writable."""
@@ -401,21 +398,14 @@ class Interpreter(Protocol):
 class Vendor(Protocol):
     """The module of a vendor's folder: all names that the product uses from it."""
 
-    @property
-    def NAME(self) -> str:  # noqa: N802
-        """The vendor's name in sentences, such as "NVIDIA"."""
-
-    @property
-    def VARIABLES(self) -> Sequence[str]:  # noqa: N802
-        """The environment variables that the vendor's code and libraries read in the broker.
-
-        A broker that replaces a dead broker gets the values of the dead one. A name that ends with
-        "*" stands for all names with that prefix.
-        """
-
-    @property
-    def interpreter(self) -> Interpreter:
-        """The module for the interpreter of the child processes."""
+    #: The vendor's name in sentences, such as "NVIDIA".
+    NAME: str
+    #: The environment variables that the vendor's code and libraries read in the broker, without
+    #: those of batch systems. A broker that replaces a dead broker gets the values of the dead one.
+    #: A name that ends with "*" stands for all names with that prefix.
+    VARIABLES: Sequence[str]
+    #: The module for the interpreter of the child processes.
+    interpreter: Interpreter
 
     def open_devices(self, options: DeviceOptions) -> Devices:
         """See :data:`OpenDevices`."""

@@ -39,7 +39,8 @@ SMALLEST_SHARE = 0.5
 #: ``CUDA_VISIBLE_DEVICES``. Only the processes of a session with a guard have this variable.
 OURS_VARIABLE = "GPUPOOL_VISIBLE"
 
-#: NVIDIA's variable of visible devices. The guard is only for NVIDIA's GPUs.
+#: NVIDIA's variable of visible devices. The code for guarded sessions uses it directly, because
+#: only NVIDIA's GPUs have a guard.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -80,10 +81,10 @@ def show_devices(devices: Sequence[str], environ: MutableMapping[str, str] = os.
     The variable ``GPUPOOL_DEVICES_VARIABLE`` has the name of the vendor's variable. A broker of an
     older version does not set it; its devices are NVIDIA's.
 
-    Before cuInit, ``CUDA_VISIBLE_DEVICES`` decides which devices the process gets. After cuInit the
-    driver no longer reads it, but child processes do, and they must see the session's present
-    devices. This function replaces only a list that the pool has set (OURS_VARIABLE has a copy of
-    that list). It does not change a list that the user has set.
+    With NVIDIA's driver: before cuInit, ``CUDA_VISIBLE_DEVICES`` decides which devices the process
+    gets. After cuInit the driver no longer reads it, but child processes do, and they must see the
+    session's present devices. This function replaces only a list that the pool has set
+    (OURS_VARIABLE has a copy of that list). It does not change a list that the user has set.
     """
     if not devices:
         return

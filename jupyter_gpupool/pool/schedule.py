@@ -14,7 +14,7 @@ the actions (:mod:`.transitions`). The pass has these steps, in this order:
    that must not run: an admin has recalled them, their class is closed, or a used-up budget stops
    them. They may also take the host memory that is kept for the head. The second are idle leases
    whose idle time-out is over.
-3. *Queue.* The pass puts two kinds of sessions in one :func:`order`, by guarantees, budgets,
+3. *Queue.* The pass puts two kinds of sessions in one order, by guarantees, budgets,
    classes, fair shares and age (:mod:`.shares`): sessions that wait for a lease, and attached
    sessions that have less memory than is guaranteed to them. For each session the pass first checks
    whether it is :func:`barred`. Then it checks whether the quota of the owner and the caps of the
@@ -177,15 +177,6 @@ def _devices(held: Reservation | None) -> object:
 
 
 # --------------------------------------------------------------------------- the rules to replace
-
-
-def order(facts: Facts) -> list[Session]:
-    """Return the sessions that wait for a lease or for growth, in the order of service.
-
-    The order depends on guarantees, daily budgets, classes, fair shares and age: see
-    :mod:`.shares`. Growth of idle leases comes last.
-    """
-    return Shares(facts).order()
 
 
 def barred(s: Session, shares: Shares) -> Reason | None:

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The part of the broker's snapshot that this server shows, and what changed in it. Pure.
 
-The OpenAPI document says which fields of a session other users see, and which fields grow with
-time: see :mod:`.openapi`.
+The OpenAPI document says which fields of a session other users see, and which fields change
+too often to publish each change: see :mod:`.openapi`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import PoolSettings
-from jupyter_gpupool.pool.schedule import order
+from jupyter_gpupool.pool.shares import Shares
 
 from .world import WEIGHTED, World
 
@@ -93,7 +93,7 @@ def test_batched_requests_get_the_same_as_single_requests(seed, steps, shares):
     probe = world.again(Batching)
     for event in asked.values():
         probe.note(event)
-    queue = [s.id for s in order(probe._facts) if s.id in asked]
+    queue = [s.id for s in Shares(probe._facts).order() if s.id in asked]
     queue += [name for name in asked if name not in queue]
 
     one, batch = world.again(), world.again(Batching)

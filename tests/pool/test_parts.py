@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from jupyter_gpupool.pool.draft import Room
 from jupyter_gpupool.pool.facts import DeviceLedger, Facts
 from jupyter_gpupool.pool.model import Owner, PoolSettings, Request, SessionRecord, Slice
-from jupyter_gpupool.pool.schedule import order
 from jupyter_gpupool.pool.session import Session, Wait, record, restored
+from jupyter_gpupool.pool.shares import Shares
 from jupyter_gpupool.pool.transitions import InvalidTransition, move
 
 from .builders import device
@@ -70,8 +70,8 @@ def test_order_of_two_sessions_is_constant_while_both_wait(since, classes, later
         for name, at, priority in zip("ab", since, classes, strict=True)
     ]
     now = max(since)
-    first = order(waiting(now, 60.0, *pair))[0].id
-    assert order(waiting(now + later, 60.0, *pair))[0].id == first
+    first = Shares(waiting(now, 60.0, *pair)).order()[0].id
+    assert Shares(waiting(now + later, 60.0, *pair)).order()[0].id == first
     points = [(10 if c == "high" else 0) + (now - at) / 60.0 for at, c in zip(since, classes)]  # noqa: B905
     if abs(points[0] - points[1]) > 1e-3:
         assert first == ("a" if points[0] > points[1] else "b")
@@ -80,7 +80,7 @@ def test_order_of_two_sessions_is_constant_while_both_wait(since, classes, later
 def test_class_alone_orders_the_queue_without_ageing():
     late = session("late", queued_at=1e9, priority="high")
     early = session("early", queued_at=0.0, priority="low")
-    assert [s.id for s in order(waiting(1e9, 0.0, early, late))] == ["late", "early"]
+    assert [s.id for s in Shares(waiting(1e9, 0.0, early, late)).order()] == ["late", "early"]
 
 
 def test_invalid_transition_is_an_error_with_the_last_steps():

@@ -21,7 +21,7 @@ in the broker
 ``selftest``            tests whether a device can suspend
 ``guard_frame``         the same test under the guard
 ``examiner``            derives a device's tier from both tests
-``driver``              what each version of the driver can do at most
+``driver``              whether the driver is here, and what each version can do at most
 ``visibility``          the GPUs that the broker, its children and new programs see
 ``interpreter``         the Python interpreter of the child processes
 in child processes
@@ -34,7 +34,7 @@ in child processes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Sequence
 
 from . import interpreter
 
@@ -47,7 +47,7 @@ __all__ = ["NAME", "VARIABLES", "driver_present", "inspect", "interpreter", "ope
 NAME = "NVIDIA"
 
 #: See :attr:`.backend.Vendor.VARIABLES`.
-VARIABLES = ("CUDA_*", "NVIDIA_*", "GPU_DEVICE_ORDINAL")
+VARIABLES: Sequence[str] = ("CUDA_*", "NVIDIA_*", "GPU_DEVICE_ORDINAL")
 
 
 def open_devices(options: DeviceOptions) -> Devices:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What each version of NVIDIA's driver can do at most, and sentences about the driver's problems.
+"""Whether NVIDIA's driver is here, what each version can do at most, and sentences about problems.
 
 A version can prove that the driver lacks an ability. Only the self-test of a device can prove that
 the device has the ability.
