@@ -55,6 +55,25 @@ LATE = 25.0
 LOOK, SELDOM = 0.02, 0.1
 
 
+def children(broker, module):
+    """Return the pids of the broker's child processes that run ``module``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes()
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if (
+            parent == broker.process.pid
+            and f"devices.nvidia.child_programs\0{module}\0".encode() in command
+        ):
+            found.append(int(entry.name))
+    return found
+
+
 def wait_until(condition, what, seconds=60.0):
     """Call ``condition`` until its result is true, and return it; fail after ``seconds``."""
     begun = time.monotonic()

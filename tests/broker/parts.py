@@ -14,7 +14,7 @@ async def _nothing():
     return {}
 
 
-def monitor_of(core, *, room=None, samples=None, foreign_processes="count"):
+def monitor_of(core, *, room=None, samples=None, health=None, foreign_processes="count"):
     """Return a monitor with the given parts. Its other parts do nothing, or are None."""
     settings = SimpleNamespace(foreign_processes=foreign_processes, sample_interval=1.0)
     return Monitor(
@@ -24,9 +24,9 @@ def monitor_of(core, *, room=None, samples=None, foreign_processes="count"):
         samples=samples,
         room=room,
         pressure=SimpleNamespace(look=_nothing),
-        health=None,
+        health=health or SimpleNamespace(failed={}),
         driver_shares=None,
-        activity=SimpleNamespace(readings=_nothing),
+        activity=SimpleNamespace(readings=_nothing, attached={}),
         overheads=None,
         overuse=None,
         homes=None,

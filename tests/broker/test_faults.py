@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from jupyter_gpupool.devices import vendor
 
-from .kit import Kernel, MiB, wait_until
+from .kit import Kernel, MiB, children, wait_until
 
 
 @pytest.fixture
@@ -23,25 +22,6 @@ def three(broker, kernel):
         each.attach()
         each.do("alloc", bytes=64 * MiB, byte=number)
     return one, two, three
-
-
-def children(broker, module):
-    """Return the pids of the broker's child processes that run ``module``."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            command = (entry / "cmdline").read_bytes()
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if (
-            parent == broker.process.pid
-            and f"devices.nvidia.child_programs\0{module}\0".encode() in command
-        ):
-            found.append(int(entry.name))
-    return found
 
 
 def test_killed_idle_workers_and_monitor_do_no_harm(broker, three):
@@ -58,7 +38,7 @@ def test_killed_idle_workers_and_monitor_do_no_harm(broker, three):
 
 def test_worker_killed_during_a_suspend_loses_no_bytes(broker, three):
     one, _two, heir = three
-    broker.faults.set("slow-copies", bandwidth=64 * MiB)
+    broker.faults.set("slow-copies", bandwidth=16 * MiB)
     heir.do("ask", hold="cell")
     one.do("drop", hold="cell")
     one.wait_state("detaching")
@@ -73,11 +53,12 @@ def test_worker_killed_during_a_suspend_loses_no_bytes(broker, three):
 
 def test_kernel_killed_during_a_suspend_frees_its_device(broker, three):
     one, two, heir = three
-    broker.faults.set("slow-copies", bandwidth=32 * MiB)
+    broker.faults.set("slow-copies", bandwidth=16 * MiB)
     heir.do("ask", hold="cell")
     one.do("drop", hold="cell")
     one.wait_state("detaching")
     one.kill()
+    broker.faults.clear()
     heir.do("got", hold="cell")
     assert broker.session(one.session) is None
     assert two.do("check") == 64 * MiB

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from . import kit
-from .kit import MiB, wait_until
-from .test_preemption import BIG, CLASSES, Maker, Worker, further, helpers, slow
+from .kit import MiB, children, wait_until
+from .test_preemption import BIG, CLASSES, Maker, Worker, further, slow
 
 HIGHER = "a kernel of a higher priority class needs the GPU"
 
@@ -127,8 +127,8 @@ def test_gang_that_lacks_one_of_two_devices_gets_neither(make_broker):
             p.begin(MiB)
             p.do("toil")
             further(p)
-        two.do("spin", seconds=4)
         gang = make("gang", devices=2, priority="interactive")
+        two.do("spin", seconds=10)
         gang.tell("context")
         wait_until(lambda: one.state() == "queued" and two.state() == "active", "the refusal")
         assert gang.status()["granted_bytes"] == 0
@@ -162,8 +162,8 @@ def test_deaths_while_a_gang_is_half_suspended_do_no_harm(make_broker, dies):
         if dies == "the broker":
             broker.kill()
         elif dies == "its workers":
-            for helper in helpers(broker):
-                helper.kill()
+            for pid in children(broker, "worker"):
+                os.kill(pid, signal.SIGKILL)
         elif dies == "one process":
             os.kill(second, signal.SIGKILL)
         else:

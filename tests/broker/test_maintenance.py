@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import types
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,7 @@ from jupyter_gpupool.devices.nvidia.visibility import holders
 from jupyter_gpupool.errors import DriverError, RefusedError
 from jupyter_gpupool.guard.install import without_guard
 
-from .kit import ROOT, Kernel, MiB, environment, wait_until
-from .test_faults import children
+from .kit import ROOT, Kernel, MiB, children, environment, wait_until
 
 WHY = "paused by the administrator: new driver"
 
@@ -56,10 +55,11 @@ def xids(broker):
 def with_device_files(broker, pid):
     """Return whether a process has a device file of the emulated machine open."""
     begin = str(broker.folder / "broker.sock.emulated" / "nvidia")
-    links = [
-        str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()
-    ]
-    return any(link.startswith(begin) for link in links)
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since
+            if str(link.readlink()).startswith(begin):
+                return True
+    return False
 
 
 @pytest.fixture
@@ -587,6 +587,26 @@ def test_untested_suspect_gpu_does_not_count_as_failed(code, told):
         return health.failed[device.uuid]
 
     assert asyncio.run(suspected()) == f"A kernel ended here. {told}: This is why."
+
+
+def test_sample_from_before_a_failure_brings_no_gpu_back():
+    device = types.SimpleNamespace(
+        uuid="G", index=0, memory_total=1, name="", tier="", tier_reason=""
+    )
+    runner = types.SimpleNamespace(
+        note=lambda *_, **__: None, handle=lambda _: None, now=lambda: 0.0
+    )
+    settings = types.SimpleNamespace(settings=types.SimpleNamespace(retest_after=0))
+    health = Health(runner, settings, None, logging.getLogger())
+    health.begin([device])
+    health.lost("G", "NVML cannot read it.")
+    before = dict(health.failed)
+    health.lost("G", "Xid 79")
+    for failed in ({}, before):
+        health.readable("G", failed)
+        assert health.failed == {"G": "Xid 79"}
+    health.readable("G", {"G": "Xid 79"})
+    assert health.failed == {}
 
 
 def test_gpu_that_hangs_after_a_kill_stays_out_of_service(hanging, restored):

@@ -207,6 +207,33 @@ def test_longer_samples_are_followed_by_longer_pauses(a_monitor):
     assert min(asyncio.run(run())) >= monitoring.BREATH * took * 0.95
 
 
+def test_sample_says_nothing_about_a_later_failure():
+    told = []
+
+    def readable(uuid, failed):
+        told.append((uuid, failed))
+        raise DriverError("the end of this look")
+
+    health = SimpleNamespace(failed={"G0": "NVML cannot read it."}, readable=readable)
+
+    async def take():
+        health.failed["G0"] = "Xid 79"
+        return [DeviceSample("G0", total=1, used=0, reserved=0, free=1)]
+
+    async def looked():
+        room = SimpleNamespace(machine=None, read=read)
+        await monitor_of(
+            Core(), room=room, samples=SimpleNamespace(take=take), health=health
+        ).look()
+
+    async def read(_):
+        return GiB
+
+    with pytest.raises(DriverError, match="the end of this look"):
+        asyncio.run(looked())
+    assert told == [("G0", {"G0": "NVML cannot read it."})]
+
+
 def test_restore_needs_room_for_all_of_its_state():
     """If a GPU has less room than the state needs, the restore fails and the process ends."""
     pool = Pool(PoolSettings(resume_headroom=GiB))

@@ -31,6 +31,7 @@ from jupyter_gpupool.broker.sessions import MAX_EARLY
 from jupyter_gpupool.broker.transport import listener
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import RefusedError
+from jupyter_gpupool.starting import answers
 
 from . import kit
 from .kit import ROOT, Raw, wait_until
@@ -190,7 +191,7 @@ def test_broker_with_few_descriptors_keeps_some_for_itself(folder):
             broker.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=kit.environment(folder), cwd=ROOT
             )
-        wait_until(lambda: broker.socket.exists(), "the broker", 60)
+        wait_until(lambda: answers(broker.socket), "the broker", 60)
         held, refused = [], []
         for _ in range(few):
             raw = Raw(broker.socket)

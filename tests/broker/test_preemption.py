@@ -8,16 +8,16 @@ The tests run broker, guard and emulated driver together. A test decides when th
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from jupyter_gpupool.guard import page as layout
 
 from . import kit
-from .kit import ONE, MiB, wait_until
+from .kit import ONE, MiB, children, wait_until
 from .preempting_broker import REASON
 from .test_guarded import NOT_READY, Program
 
@@ -420,20 +420,13 @@ def test_program_survives_the_kill_of_the_brokers_workers(make_broker, moment):
             slow(broker)
         broker.preempt(worker)
         wait_until(lambda: worker.page().gate == layout.CLOSED, "the gate to close")
-        wait_until(lambda: helpers(broker), "the broker's workers")
-        for helper in helpers(broker):
-            helper.kill()
+        for pid in wait_until(lambda: children(broker, "worker"), "the broker's workers"):
+            os.kill(pid, signal.SIGKILL)
         broker.faults.clear()
         further(worker)
         whole(worker)
     finally:
         program.close()
-
-
-def helpers(broker):
-    """Return the broker's worker processes, which make the driver's checkpoint calls."""
-    found = psutil.Process(broker.process.pid).children()
-    return [p for p in found if "child_programs worker" in " ".join(p.cmdline())]
 
 
 @pytest.mark.parametrize("moment", ["its work drains", "its state is copied", "it waits"])

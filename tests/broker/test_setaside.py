@@ -17,7 +17,7 @@ from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.guard.install import without_guard
 
 from . import kit
-from .kit import MiB, environment, wait_until
+from .kit import MiB, children, environment, wait_until
 from .test_guarded import BIG, CONTEXT, Program
 from .test_maintenance import INITIALISED, WHY, closed, maintain, order, with_device_files
 
@@ -162,8 +162,7 @@ def test_process_that_keeps_a_device_file_open_is_named(driver, kernel):
 def test_pause_names_the_suspend_that_it_waits_for(driver, kernel):
     k = kernel(memory=BIG)
     (seen,) = k.do("ask")
-    children = psutil.Process(driver.process.pid).children()
-    workers = [child for child in children if "worker" in child.cmdline()]
+    workers = [psutil.Process(pid) for pid in children(driver, "worker")]
     for worker in workers:
         worker.suspend()  # SIGSTOP: the worker cannot finish its driver call
     maintain(driver, "pause", seen)
@@ -203,8 +202,7 @@ def test_kernel_that_got_a_slice_during_its_suspend_runs_again(driver, kernel):
     (seen,) = k.do("ask")
     driver.faults.set("restore-keeps-state")
     driver.faults.set("restore-failed", pid=k.process.pid)
-    children = psutil.Process(driver.process.pid).children()
-    workers = [child for child in children if "worker" in child.cmdline()]
+    workers = [psutil.Process(pid) for pid in children(driver, "worker")]
     for worker in workers:
         worker.suspend()  # SIGSTOP: the worker cannot finish its driver call
     maintain(driver, "pause", seen)

@@ -197,7 +197,8 @@ def test_one_process_makes_all_calls_of_a_command(calls):
     ],
 )
 def test_a_ledger_without_an_answer_is_an_error(monkeypatch, head, calls, method, how):
-    monkeypatch.setattr(ledger_calls, "ANSWER", 0.1)
+    if method == "sleep":
+        monkeypatch.setattr(ledger_calls, "ANSWER", 0.1)
     calls.call("for it", "view")
     child = calls._child
     with pytest.raises(RefusedError) as caught:

@@ -109,7 +109,7 @@ def test_a_program_that_hangs_after_its_answer_is_killed(broker, runs):
 
 
 def test_a_child_that_keeps_the_output_open_delays_no_answer(broker, runs, monkeypatch, tmp_path):
-    monkeypatch.setattr(hosting, "PATIENCE", 1.0)
+    monkeypatch.setattr(hosting, "PATIENCE", 5.0)
     runs(LEAVES_A_CHILD.replace("PATH", repr(str(tmp_path / "child"))))
     (answer,) = asyncio.run(perform(broker, order("start")))
     assert answer["code"] == "start-failed"

@@ -222,7 +222,7 @@ async def test_sample_waits_while_nvml_waits_for_a_copy(emulated):
 
 async def test_sample_may_begin_before_a_copy_and_end_after_the_copy(emulated, monkeypatch):
     machine = emulated(ONE)
-    async with machine.started(sample_timeout=0.3) as (service, _):
+    async with machine.started(sample_timeout=2.0) as (service, _):
         sampler, late = service._sampler, asyncio.Event()
         make = sampler._more
 
@@ -258,7 +258,7 @@ async def test_nvml_that_hangs_without_a_copy_is_replaced(emulated):
 
 async def test_nvml_that_hangs_during_endless_copies_is_replaced(emulated):
     machine = emulated(ONE)
-    async with machine.started(sample_timeout=0.2) as (service, _):
+    async with machine.started(sample_timeout=1.0) as (service, _):
         sampler = service._sampler
         first = sampler.child.pid
         os.kill(first, signal.SIGSTOP)
@@ -753,7 +753,7 @@ async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiti
     _, until_async = waiting
     machine = emulated(ONE)
     async with (
-        machine.started(lock_timeout=0.1, call_timeout=0.5) as (service, devices),
+        machine.started(lock_timeout=0.1, call_timeout=3) as (service, devices),
         machine.target() as target,
     ):
         uuid = devices[0].uuid
@@ -781,7 +781,7 @@ async def test_close_ends_the_watch_on_a_late_lock(emulated):
     """
     machine = emulated(ONE)
     async with machine.target() as target:
-        async with machine.started(lock_timeout=0.1, call_timeout=0.5) as (service, devices):
+        async with machine.started(lock_timeout=0.1, call_timeout=3) as (service, devices):
             uuid = devices[0].uuid
             await filled(target)
             machine.faults.set("lock-ignores-timeout")

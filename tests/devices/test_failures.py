@@ -538,6 +538,26 @@ async def test_xid_that_a_sample_has_reported_is_reported_once(sampled, reported
     assert told == [("a", reason) for reason in reported]
 
 
+async def test_sample_from_before_an_xid_counts_as_lost():
+    """The event of an Xid may be faster than the answer with a sample from before the Xid."""
+    told = []
+    monitor = SimpleNamespace(pid=1, generation=0)
+    children = SimpleNamespace(make=lambda *_, **__: monitor)
+    log = logging.getLogger(__name__)
+    sampler = Sampler(children=children, log=log, on_lost=lambda *lost: told.append(lost))
+    row = {**asdict(DeviceSample("a", total=2, used=1, reserved=0, free=1)), "processes": []}
+
+    async def ask(*_, **__):
+        sampler._take({"event": "lost", "uuid": "a", "reason": "Xid 79"})
+        return {"samples": [row]}
+
+    monitor.ask = ask
+    for _ in range(2):
+        (sample,) = await sampler.sample(["a"])
+        assert (sample.lost, sample.free) == ("Xid 79", 0)
+    assert told == [("a", "Xid 79")]
+
+
 async def test_session_of_a_lost_device_resumes_on_another(emulated):
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:

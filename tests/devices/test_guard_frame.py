@@ -156,7 +156,7 @@ async def test_gate_that_stays_closed_ends_the_test_in_bounded_time(emulated, mo
 async def test_hanging_worker_ends_the_test_in_bounded_time(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     machine.faults.set("hang", op="lock", count=1)
-    async with machine.started(guard=True, lock_timeout=0.5, call_timeout=1) as (_, (device,)):
+    async with machine.started(guard=True, lock_timeout=0.5, call_timeout=3) as (_, (device,)):
         assert (device.tier, device.can_suspend) == ("unguarded", True)
         assert "on GPU 0: suspending a test process failed" in device.tier_reason
 

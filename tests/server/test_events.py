@@ -141,6 +141,8 @@ def test_idle_warning_comes_before_the_kernel_loses_its_slice(server, broker, ke
 def test_server_without_subscribers_sends_the_broker_nothing(server, broker, kernel):
     one = kernel()
     server.api("/pool")
+    log = server.log
+    told = len(log.read_text())
     server.stop_kernel(one)
 
     def connections():
@@ -151,8 +153,8 @@ def test_server_without_subscribers_sends_the_broker_nothing(server, broker, ker
         return counters["messages"] - len(looks), counters["connections"] - len(looks)
 
     looks = []
-    log = server.log
-    wait_until(lambda: "GPU pool: nobody needs the pool" in log.read_text(), "the end of watching")
+    end = "GPU pool: nobody needs the pool"
+    wait_until(lambda: end in log.read_text()[told:], "the end of watching")
     before = connections()
     server.request("GET", "/api/status")
     server.request("GET", "/metrics")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Awaitable, Callable, Iterable
+from typing import Awaitable, Callable, Iterable, Mapping
 
 from ... import procfs
 from ...devices import Devices
@@ -107,9 +107,14 @@ class Health:
 
         self._test(uuid).add_done_callback(tested)
 
-    def readable(self, uuid: str) -> None:
-        """Note that NVML can read a device; bring it back if it needs no test."""
-        if uuid not in self._bad and uuid in self.failed:
+    def readable(self, uuid: str, failed: Mapping[str, str]) -> None:
+        """Note that a sample could read a device; bring it back if it needs no test.
+
+        ``failed`` is what :attr:`failed` contained before the sample was taken. The sample says
+        nothing about a failure that came later.
+        """
+        reason = self.failed.get(uuid)
+        if reason is not None and failed.get(uuid) == reason and uuid not in self._bad:
             self._back(uuid, "healthy again")
 
     async def retest(self, uuid: str) -> str:

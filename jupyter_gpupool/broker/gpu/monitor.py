@@ -202,6 +202,7 @@ class Monitor:
         if self._service.down:
             return
         before, began = dict(self._core.changes), self._core.now()
+        failed = dict(self._health.failed)
         pages = await self._activity.readings()
         samples = await self._samples.take()
         await self._identify(samples)
@@ -216,7 +217,7 @@ class Monitor:
             await pace.step()
             if sample.lost:
                 continue  # the device service has reported the loss
-            self._health.readable(sample.uuid)
+            self._health.readable(sample.uuid, failed)
             if self._core.changes.get(sample.uuid) != before.get(sample.uuid):
                 # The sample is out of date, because a process has come to the device or left it
                 # since.

@@ -76,6 +76,8 @@ class Claim:
         before = os.umask(0o177)
         try:
             listening.bind(str(self.path))
+            # At once, because a client that finds the file before is refused.
+            listening.listen(BACKLOG)
         except OSError as error:
             listening.close()
             raise self._refuse(f"cannot be made ({error.strerror})") from None
@@ -84,7 +86,6 @@ class Claim:
         if self.machine_wide:
             self.path.chmod(0o666)
         self._note_bound()
-        listening.listen(BACKLOG)
         return listening
 
     def is_lost(self) -> bool:

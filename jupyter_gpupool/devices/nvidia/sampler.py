@@ -191,6 +191,10 @@ class Sampler:
         for row in answer["samples"]:
             processes = tuple(ProcessMemory(**process) for process in row["processes"])
             sample = DeviceSample(**{**row, "processes": processes})
+            if not sample.lost and sample.uuid in self._xids:
+                # The monitor read the device before the Xid. The event was faster than the answer.
+                reason = self._xids[sample.uuid]
+                sample = replace(sample, lost=reason, free=0, processes=(), utilisation=None)
             samples.append(self.numbers.translate(sample))
             if sample.lost:
                 self._tell(sample.uuid, sample.lost)
