@@ -359,10 +359,10 @@ test('the panel without a kernel asks when opened and on Refresh', async ({ lab 
   const asked = () => lab.traffic.slice(before).map(line => line.split(' ')[0]);
   await lab.execute('gpupool:show-panel');
   await expect(lab.panel).toContainText('No Pooled GPU kernel is open.');
-  expect(asked()).toEqual(['GET']);
+  await expect.poll(asked).toEqual(['GET']);
   await lab.panel.getByRole('button', { name: 'Refresh' }).click();
   await expect(lab.panel).toContainText('2 GPUs · 0 kernels have a slice · 0 wait');
-  expect(asked()).toEqual(['GET', 'GET']);
+  await expect.poll(asked).toEqual(['GET', 'GET']);
 });
 
 test('the panel shows 64 devices in 300 pixels', async ({ lab }) => {

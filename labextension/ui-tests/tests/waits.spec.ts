@@ -136,6 +136,9 @@ test('a user can release another notebook and get a notice', async ({ lab }) => 
   work.end();
   await expect(beta.output).toContainText('ran');
   await expect.poll(told).toEqual(['beta.ipynb has its GPU.']);
+  // Show the notebook first. While it is hidden, its toolbar may move the chip into the
+  // overflow menu.
+  await alpha.activate();
   await expect(alpha.chip).toHaveText(/^In host memory/);
 });
 
