@@ -32,7 +32,9 @@ module.exports = {
   roots: ['<rootDir>/src'],
   testRegex: '/__tests__/.*\\.spec\\.tsx?$',
   setupFiles: ['<rootDir>/jest.setup.js'],
-  setupFilesAfterEnv: ['<rootDir>/jest.console.js'],
+  setupFilesAfterEnv: ['<rootDir>/jest.console.js', '<rootDir>/jest.patience.js'],
+  // A busy machine is slow, so the time-outs only have to end a hang.
+  testTimeout: 60_000,
   moduleNameMapper: {
     '\\.(css|less)$': '<rootDir>/jest.empty.js',
     '\\.svg$': '<rootDir>/jest.svg.js'

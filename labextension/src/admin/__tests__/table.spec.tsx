@@ -19,17 +19,13 @@ import { Orders } from '../orders';
 import { AdminPage } from '../table';
 import { session, view } from './sessions';
 
-/** A long time-out, because a busy machine is slow. */
-const PATIENCE = { timeout: 20_000 };
-jest.setTimeout(60_000);
-
 /** Wait for JupyterLab's dialog; return its element. */
 const dialog = () =>
   waitFor(() => {
     const found = document.querySelector<HTMLElement>('.jp-Dialog');
     expect(found).not.toBeNull();
     return found!;
-  }, PATIENCE);
+  });
 
 /**
  * Press a button of the dialog. Then wait until the dialog disappears; with `stays`, do
@@ -40,12 +36,12 @@ async function answer(accept: boolean, stays = false): Promise<void> {
   const button = accept ? '.jp-mod-accept' : '.jp-mod-reject';
   fireEvent.click(shown.querySelector(`.jp-Dialog-footer ${button}`)!);
   if (!stays) {
-    await waitFor(() => expect(shown.isConnected).toBe(false), PATIENCE);
+    await waitFor(() => expect(shown.isConnected).toBe(false));
   }
 }
 
 const told = (text: string) =>
-  waitFor(() => expect(screen.getByRole('status').textContent).toBe(text), PATIENCE);
+  waitFor(() => expect(screen.getByRole('status').textContent).toBe(text));
 
 const sessions = () => [
   session(),
