@@ -1,6 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The code of a worker process: it suspends other processes and reads their memory from NVML."""
+"""Worker processes and their effects.
+
+A worker process suspends other processes, and reads their memory from NVML.
+"""
+
+from pathlib import Path
 
 #: Statements to pass to ``machine.target().do``.
 WORKER = """
@@ -20,3 +25,10 @@ def pids(i=0):
     return [*listed(i)]
 _ = 1
 """
+
+
+def on_devices(pid):
+    """Return how many bytes of a process's device memory are on a device, not in host memory."""
+    files = [file.stat() for file in Path(f"/proc/{pid}/fd").iterdir()
+             if str(file.readlink()).startswith("/memfd:emucuda-device")]  # fmt: skip
+    return sum({found.st_ino: found.st_blocks * 512 for found in files}.values())

@@ -161,11 +161,11 @@ def test_kernels_compute_and_take_modelled_time(emulated):
     assert (read(np.uint64) == 2**63 + 5).all()
     timed = EventOptions(timing_enabled=True)
     start = stream.record(options=timed)
-    run("spin_ns", np.uint64(30_000_000))
+    run("spin_ns", np.uint64(500_000_000))
     end = stream.record(options=timed)
     assert not end.is_done
     end.sync()
-    assert 29 < end - start < 20_000, end - start  # milliseconds, on a busy machine
+    assert 499 < end - start < 20_000, end - start  # milliseconds, on a busy machine
     kernel = module.get_kernel("emucuda_sum_u32")
     assert kernel.num_arguments == 3
     run("illegal_address")
@@ -325,7 +325,7 @@ def test_nvidia_ml_py_reads_the_emulated_machine(emulated):
     assert emulated("2x1GiB,reserved=100MiB").run(dedent(code)) == "good"
 
 
-def test_utilisation_is_the_modelled_kernel_time(emulated):
+def test_utilisation_is_the_modelled_kernel_time(emulated, until):
     machine = emulated()
     child, watcher = machine.target(), machine.target()
     watcher.do(
@@ -350,14 +350,13 @@ def test_utilisation_is_the_modelled_kernel_time(emulated):
         def work(ms):
             args = ((ms * 1_000_000,), (ctypes.c_uint64,))
             ok(D.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, 0, args, 0))
-            ok(D.cuCtxSynchronize())
         """)
     )
     assert watcher.do("_ = look()") == (0, {})
-    child.do("work(1200)")
-    gpu, by_pid = watcher.do("_ = look()")
-    assert gpu >= 60
-    assert by_pid == {child.pid: gpu}
+    # The two figures are for two different moments, so they are certainly equal only while the
+    # kernel fills the whole window of a sample.
+    child.do("work(60_000)")
+    until(lambda: watcher.do("_ = look()") == (100, {child.pid: 100}))
 
 
 def test_nvml_works_before_and_after_fork(emulated):

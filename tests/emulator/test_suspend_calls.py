@@ -12,6 +12,8 @@ from textwrap import dedent
 
 import pytest
 
+from tests.emulator.asking import on_devices
+
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -91,13 +93,6 @@ def status(pid, field):
     """Return a field of /proc/<pid>/status in bytes."""
     text = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(rf"^{field}:\s+(\d+) kB", text, re.M)[1]) * 1024
-
-
-def on_devices(pid):
-    """Return how many bytes of a process's device memory are on a device, not in host memory."""
-    files = [file.stat() for file in Path(f"/proc/{pid}/fd").iterdir()
-             if str(file.readlink()).startswith("/memfd:emucuda-device")]  # fmt: skip
-    return sum({found.st_ino: found.st_blocks * 512 for found in files}.values())
 
 
 def test_memory_contents_survive_a_suspend(pair):
@@ -229,17 +224,22 @@ def test_a_restore_without_room_is_fatal(pair):
     assert worker.do("_ = used()") == 0
 
 
-@pytest.mark.parametrize("bandwidth", ["0", "100MB/s"])
-def test_a_killed_target_ends_the_call(emulated, bandwidth):
-    machine = emulated(f"1x1GiB,bandwidth={bandwidth}")
+@pytest.mark.parametrize("copies", [False, True], ids=["before the copy", "during the copy"])
+def test_a_killed_target_ends_the_call(emulated, until, copies):
+    machine = emulated("1x1GiB")
     target, worker = machine.target(), machine.target()
     worker.do(WORKER)
     target.do("context(); p = ok(D.cuMemAlloc(64 << 20)); put(p, bytes_of(64 << 20))")
     worker.do(f"Process({target.pid}).lock(5000)")
-    if bandwidth == "0":
+    before = on_devices(target.pid)
+    if copies:
+        machine.faults.set("slow-copies", bandwidth="1MB/s")
+    else:
         target.signal(signal.SIGSTOP)  # so the checkpoint hangs before its copy
     worker.send(f"Process({target.pid}).checkpoint()")
-    assert worker.hangs(0.2)
+    if copies:
+        until(lambda: on_devices(target.pid) < before)
+    assert worker.hangs(0 if copies else 0.2)
     target.kill()
     kind, _ = worker.reply()
     assert kind == "raised"
@@ -247,26 +247,29 @@ def test_a_killed_target_ends_the_call(emulated, bandwidth):
 
 
 def test_a_checkpoint_completes_without_its_caller(emulated, until):
-    machine = emulated("1x1GiB,bandwidth=100MB/s")
+    machine = emulated("1x1GiB")
     target, worker, dying = (machine.target() for _ in range(3))
     worker.do(WORKER)
     dying.do(WORKER)
     want = target.do(
-        "context(); n = 64 << 20; p = ok(D.cuMemAlloc(n)); put(p, bytes_of(n)); _ = get(p, n)"
+        "context(); n = 32 << 20; p = ok(D.cuMemAlloc(n)); put(p, bytes_of(n)); _ = get(p, n)"
     )
     worker.do(f"Process({target.pid}).lock(5000)")
+    machine.faults.set("slow-copies", bandwidth="20MB/s")
+    before = on_devices(target.pid)
     dying.send(f"Process({target.pid}).checkpoint()")
-    assert dying.hangs(0.2)
+    until(lambda: on_devices(target.pid) < before)
     dying.kill()
     assert worker.do(f"_ = Process({target.pid}).state") == "checkpointed"  # now the copy is done
     restoring = machine.target()
     restoring.do(WORKER)
     restoring.send(f"Process({target.pid}).restore()")
-    assert restoring.hangs(0.2)
+    until(lambda: on_devices(target.pid) > 0)
     restoring.kill()
     assert worker.do(f"_ = Process({target.pid}).state") == "locked"
+    machine.faults.clear()
     worker.do(f"Process({target.pid}).unlock()")
-    assert target.do("_ = get(p, 64 << 20)") == want
+    assert target.do("_ = get(p, n)") == want
 
 
 def test_copies_take_the_time_of_the_bandwidth(emulated):
