@@ -134,7 +134,7 @@ for t in threads: t.start()
 
 def test_long_call_is_counted_until_it_returns(make_session, until):
     """A long copy counts as a call inside until it returns, even if the gate closes before."""
-    session = make_session("1x1GiB,context=32MiB,bandwidth=100MB/s")
+    session = make_session("1x1GiB,context=32MiB,bandwidth=20MB/s")
     child = session.child()
     assert child.do("_ = context()") == 0
     child.do("p, data = alloc(64 << 20), ctypes.create_string_buffer(64 << 20)")

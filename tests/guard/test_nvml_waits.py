@@ -115,16 +115,16 @@ def test_nvml_calls_inside_are_counted_apart_from_cuda_calls(session, until):
     suspender = Suspender(session, 1, open_gate=False)
     faults = Faults(session.folder / "machine")
     faults.set("nvml-waits")
-    faults.set("slow-copies", bandwidth="32MiB/s")
+    faults.set("slow-copies", bandwidth="4MiB/s")
     child.do("h = n.nvmlDeviceGetHandleByIndex(0)")
     suspender.worker.send(f"_ = suspend([{other.pid}])")
     child.send("""
-took = 0
-while took < 0.1:  # until a call has waited for the copy
+took, end = 0, time.monotonic() + 30
+while took < 0.1 and time.monotonic() < end:  # until a call has waited for the copy
     took = -time.monotonic()
     n.nvmlDeviceGetName(h)
     took += time.monotonic()
-_ = True
+_ = took >= 0.1
 """)
     until(lambda: 1 in counted(session))
     assert session.page.read().inflight == 0

@@ -189,7 +189,9 @@ _ = set(errors), ticks
 stop = True
 """)
     assert ticks[0] == {0}
-    assert ticks[1] > 50
+    # If the launches kept the lock, the thread could tick only before each of them and after the
+    # last. The wait takes seconds.
+    assert ticks[1] > 10
 
 
 def test_launch_does_not_wait_for_work_on_another_stream(session, child):
