@@ -214,10 +214,16 @@ class SessionLink:
 
     def unavailable(self) -> GPUPoolError:
         """Return the error that says why the broker cannot be used now."""
-        return self.down or BrokerUnavailable(
-            f"The GPU pool broker at {self.path} has not answered yet.",
-            code=Code.BROKER_SILENT,
-            next_step="Try again in a moment, or see `jupyter gpupool doctor`.",
+        # A start may have failed since the last attempt to connect. The guard then already refuses
+        # calls, so look for this reason first.
+        return (
+            self.reviver.failed_start()
+            or self.down
+            or BrokerUnavailable(
+                f"The GPU pool broker at {self.path} has not answered yet.",
+                code=Code.BROKER_SILENT,
+                next_step="Try again in a moment, or see `jupyter gpupool doctor`.",
+            )
         )
 
     # ------------------------------------------------------------------ holds

@@ -55,7 +55,6 @@ class Reviver:
         """Try to restart a broker that does not listen; return the error to show the user."""
         # Imported here, because the imports would slow down each kernel's start, and few kernels
         # lose their broker.
-        from .. import startfailures
         from .. import startrecord as record
 
         # Other threads read ``expected`` and ``patience`` at any time. So each branch sets them
@@ -71,15 +70,27 @@ class Reviver:
         if not command or not can:
             self.expected, self.patience = False, GRACE
             return error
-        known = startfailures.read_failures(self._path)
-        if known.given_up and known.pause(time.time()):
+        failed = self.failed_start()
+        if failed is not None:
             self.expected, self.patience = False, 0.0
-            return BrokerUnavailable(
-                known.sentence, code=Code.START_FAILED, next_step=known.next_step
-            )
+            return failed
         self.expected, self.patience = True, START_TIMEOUT
         self._start(command)
         return error
+
+    def failed_start(self) -> GPUPoolError | None:
+        """Return the error to show if the broker's starts have failed; otherwise None.
+
+        Any thread may call this method.
+        """
+        from ..startfailures import read_failures
+
+        if self._service:
+            return None
+        known = read_failures(self._path)
+        if not (known.given_up and known.pause(time.time())):
+            return None
+        return BrokerUnavailable(known.sentence, code=Code.START_FAILED, next_step=known.next_step)
 
     def came_back(self) -> None:
         """Record that a broker answers again, and reset the state of the last restart."""

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jupyter_gpupool import startfailures, startrecord
 from jupyter_gpupool.endpoint import START_TIMEOUT
 from jupyter_gpupool.errors import BrokerUnavailable
+from jupyter_gpupool.kernel.advice import explain
+from jupyter_gpupool.kernel.link import SessionLink
 from jupyter_gpupool.kernel.revive import GRACE, Reviver
 from jupyter_gpupool.startfailures import ATTEMPTS
 from jupyter_gpupool.starting import only_one
@@ -134,6 +138,21 @@ def test_failed_start_is_reported_at_once(socket: Path, started: Path) -> None:
     assert "/x.log" in told.next_step
     assert one.patience == 0.0
     assert not started.exists()
+
+
+def test_failed_call_names_a_start_that_has_just_failed(socket: Path) -> None:
+    """The guard refuses a call at once, before the link's next attempt to connect."""
+    link = SessionLink(socket, "s1", "token")
+    link.down = AWAY
+    guard: Any = SimpleNamespace(on=True, figures=lambda: None)
+    refused = "CUDA_ERROR_SYSTEM_NOT_READY"
+    assert "No GPU pool broker listens." in explain(link, guard, None, "CUDAError", refused)
+    startfailures.note_failure(
+        socket, startfailures.Failures(), "No such machine.", "See its log: /x.log", final=True
+    )
+    line = explain(link, guard, None, "CUDAError", refused)
+    assert "cannot be started again: No such machine." in line
+    assert "/x.log" in line
 
 
 def test_kernel_only_waits_for_the_machines_broker(started: Path) -> None:
