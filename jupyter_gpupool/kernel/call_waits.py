@@ -87,7 +87,8 @@ class CallWaits:
         self._kernel = kernel
         self._link = link
         self._guard = guard
-        #: Protects the displays.
+        #: Protects the displays. A request also ends under this lock. Otherwise the watching thread
+        #: could show the line in a cell that has just ended, and nothing would clear the line.
         self._lock = threading.Lock()
         self._running: dict[int, RunningRequest] = {}
         self._keys = itertools.count(1)
@@ -139,7 +140,8 @@ class CallWaits:
         Return True if a CUDA call of the request has waited for a slice and the kernel still has
         none.
         """
-        running = self._running.pop(key)
+        with self._lock:
+            running = self._running.pop(key)
         waits = running.waits and not self._link.attached
         if running.display is not None:
             self._clear(running)
@@ -166,6 +168,7 @@ class CallWaits:
     def _run(self) -> None:
         while not self._stopped:
             self._news.wait()
+            self._news.clear()  # before the look at the requests, so that no later push is lost
             self._watch()
 
     def _watch(self) -> None:
@@ -191,7 +194,6 @@ class CallWaits:
             if self._news.wait(TICK):
                 self._news.clear()
                 quiet = time.monotonic()
-        self._news.clear()
 
     def _oldest(self) -> RunningRequest | None:
         """Return the oldest request that is not silent. Its cell shows the wait."""
