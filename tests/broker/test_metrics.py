@@ -20,16 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from jupyter_gpupool.broker.figures import DEADLINE, MAX_HEAD, MOST
 from jupyter_gpupool.errors import RefusedError
+from tests.ports import free_port
 
 from .kit import BIG, SINGLE, Broker, MiB, remove, short_folder, wait_until
 
 PREFIX = "jupyter_gpupool_"
-
-
-def free_port():
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def ask(port, path="/metrics", method="GET", **headers):

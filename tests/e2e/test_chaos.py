@@ -353,6 +353,8 @@ class Server:
             command = [
                 *(sys.executable, "-m", "jupyter_server", "--no-browser", "--allow-root"),
                 *("--ServerApp.port=0", "--IdentityProvider.token=e2e"),
+                # With TCP, another process could bind the kernel's port before the kernel does.
+                "--KernelManager.transport=ipc",
                 "--LanguageServerManager.autodetect=False",  # this would start Node, npm and R
                 f"--GPUPoolProvisioner.memory={SLICE} B",
                 f"--ServerApp.root_dir={self.pool.folder}",

@@ -488,6 +488,7 @@ def test_gpu_cell_without_a_broker_fails_with_a_clear_error(pool):
 def test_nbclient_saves_no_trace_of_a_wait(pool):
     import nbformat
     from nbclient import NotebookClient
+    from traitlets.config import Config
 
     pool = pool(ONE, default_memory=512 * MiB)
     flag = pool.folder / "go"
@@ -504,7 +505,9 @@ def test_nbclient_saves_no_trace_of_a_wait(pool):
             ],
             metadata={"kernelspec": {"name": "gpupool-python3", "display_name": "Pooled GPU"}},
         )
-        client = NotebookClient(notebook, timeout=90)
+        # With TCP, another process could bind the kernel's port before the kernel does.
+        manager = {"transport": "ipc", "connection_file": str(pool.folder / "k.json")}
+        client = NotebookClient(notebook, timeout=90, config=Config({"KernelManager": manager}))
         run = asyncio.create_task(client.async_execute())
         await until(
             lambda: any(s["state"] == "queued" for s in pool.sessions()), "the notebook to wait"

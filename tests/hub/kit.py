@@ -11,13 +11,11 @@ from __future__ import annotations
 import json
 import os
 import pwd
-import random
 import select
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +25,7 @@ import websocket
 from jupyter_gpupool.cli.service_files import CAPABILITIES
 from tests.broker import kit
 from tests.broker.kit import wait_until
+from tests.ports import free_ports
 from tests.server.kit import Cells
 
 #: ``make test-hub`` makes this environment.
@@ -102,21 +101,6 @@ class MachineBroker(kit.Broker):
         with os.fdopen(reading, "rb") as pipe:
             assert select.select([pipe], [], [], 120)[0], self.tail()
             assert json.loads(pipe.readline() or b"{}").get("ok"), self.tail()
-
-
-def free_ports(count):
-    """Return free ports.
-
-    They are below the range from which Linux chooses ports, so Linux gives them to no other socket.
-    """
-    with ExitStack() as open_ones:
-        found = []
-        while len(found) < count:
-            made = open_ones.enter_context(socket.socket())
-            with suppress(OSError):
-                made.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
-                found.append(made.getsockname()[1])
-        return found
 
 
 class Hub:

@@ -189,14 +189,16 @@ def private_connection_file() -> str:
     return f"{folder}/k.json"
 
 
-def private_manager(kernel_name: str) -> KernelManager:
+def private_manager(
+    kernel_name: str, kind: type[KernelManager] = KernelManager, **options: Any
+) -> Any:
     """Return a manager whose kernel has its own sockets.
 
     The sockets are Unix sockets. With TCP, the manager would choose a port before the kernel binds
     it, and the kernel of another test might bind the port first.
     """
     file = private_connection_file()
-    return KernelManager(kernel_name=kernel_name, transport="ipc", connection_file=file)
+    return kind(kernel_name=kernel_name, transport="ipc", connection_file=file, **options)
 
 
 def start_kernel(python: str, env: dict[str, str], *, agent: bool = True, **extra: str) -> Kernel:

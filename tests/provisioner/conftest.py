@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -72,10 +71,3 @@ def in_background() -> Iterator[Callable[..., None]]:
         yield run
         for future in futures:
             future.result(60)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

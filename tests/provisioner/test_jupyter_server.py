@@ -23,6 +23,7 @@ from scripted_broker import ScriptedBroker
 
 from jupyter_gpupool.errors import RefusedError
 from tests.broker import forks
+from tests.ports import free_port
 
 
 class Server:
@@ -35,6 +36,8 @@ class Server:
             *(sys.executable, "-m", "jupyter_server", "--allow-root", "--no-browser"),
             *(f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
             *("--IdentityProvider.token=t", f"--ServerApp.root_dir={folder}"),
+            # With TCP, another process could bind a kernel's port before the kernel does.
+            "--KernelManager.transport=ipc",
             # Without this option, jupyter_lsp starts Node, npm and R.
             "--LanguageServerManager.autodetect=False",
             *options,
@@ -127,11 +130,11 @@ class Channel:
 
 
 @pytest.fixture
-def server(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Server]]:
+def server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
     def start(*options: str, **env: str) -> Server:
-        servers.append(Server(tmp_path, free_port, *options, **env))
+        servers.append(Server(tmp_path, free_port(), *options, **env))
         return servers[-1]
 
     yield start

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import private_manager
 from ipykernel.kernelspec import RESOURCES
 from jupyter_client import KernelManager
 from jupyter_client.kernelspec import KernelSpecManager
@@ -77,7 +78,7 @@ def test_twin_keeps_all_other_fields_of_its_kernelspec(prefix: str) -> None:
 def test_a_twin_of_the_native_kernel_runs(prefix: str, broker: ScriptedBroker) -> None:
     folder = wrap("python3", prefix=prefix, new_name="My.Twin")
     assert folder.name == "my.twin"
-    manager = KernelManager(kernel_name="my.twin")
+    manager = private_manager("my.twin")
     manager.start_kernel()
     try:
         broker.wait_for("hello")

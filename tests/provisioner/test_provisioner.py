@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 import pytest
-from harness import IPYKERNEL
+from harness import IPYKERNEL, private_manager
 from jupyter_client import AsyncKernelManager, KernelManager
 from scripted_broker import DEVICE, GiB, ScriptedBroker
 from traitlets.config import Config
@@ -49,7 +49,7 @@ def execute(manager: Any, code: str) -> str:
 
 def test_provisioner_opens_and_closes_the_session(broker: ScriptedBroker, monkeypatch: Any) -> None:
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/train.ipynb")
-    manager = KernelManager(kernel_name="gpupool-python3")
+    manager = private_manager("gpupool-python3")
     manager.start_kernel()
     try:
         opened = broker.wait_for("open")
@@ -73,7 +73,7 @@ def test_provisioner_opens_and_closes_the_session(broker: ScriptedBroker, monkey
 
 def test_a_restart_ends_the_session_and_keeps_the_request(broker: ScriptedBroker) -> None:
     config = Config({"GPUPoolProvisioner": {"memory": "2GiB"}})
-    manager = KernelManager(kernel_name="gpupool-python3", config=config)
+    manager = private_manager("gpupool-python3", config=config)
     manager.start_kernel()
     try:
         assert broker.wait_for("open")["request"] == {"memory": 2 * GiB}
@@ -94,7 +94,7 @@ def test_a_restart_ends_the_session_and_keeps_the_request(broker: ScriptedBroker
 
 
 def test_restart_keeps_the_request_when_the_broker_dies(broker: ScriptedBroker) -> None:
-    manager = KernelManager(kernel_name="gpupool-python3")
+    manager = private_manager("gpupool-python3")
     manager.start_kernel()
     try:
         execute(manager, "%gpu memory 6GiB --limit 8GiB")
@@ -117,7 +117,7 @@ def test_kernel_is_suspended_before_its_end_on_unsafe_drivers(
     broker: ScriptedBroker, now: bool
 ) -> None:
     broker.retire = True
-    manager = KernelManager(kernel_name="gpupool-python3")
+    manager = private_manager("gpupool-python3")
     manager.start_kernel()
     broker.scripts["retire"] = lambda _message: {"safe": True}
     manager.shutdown_kernel(now=now)
@@ -127,7 +127,7 @@ def test_kernel_is_suspended_before_its_end_on_unsafe_drivers(
 
 
 def test_shutdown_sends_no_retire_message_on_safe_drivers(broker: ScriptedBroker) -> None:
-    manager = KernelManager(kernel_name="gpupool-python3")
+    manager = private_manager("gpupool-python3")
     manager.start_kernel()
     manager.shutdown_kernel(now=True)
     broker.wait_for("close")
@@ -136,7 +136,7 @@ def test_shutdown_sends_no_retire_message_on_safe_drivers(broker: ScriptedBroker
 
 def test_asynchronous_manager_opens_and_closes_a_session(broker: ScriptedBroker) -> None:
     async def scene() -> None:
-        manager = AsyncKernelManager(kernel_name="gpupool-python3")
+        manager = private_manager("gpupool-python3", AsyncKernelManager)
         await manager.start_kernel()
         info = await manager.provisioner.get_provisioner_info()
         assert info["gpupool_session"] == "s1"
@@ -152,7 +152,7 @@ def test_asynchronous_manager_opens_and_closes_a_session(broker: ScriptedBroker)
 
 def test_persisted_fields_are_enough_to_end_the_session(broker: ScriptedBroker) -> None:
     async def scene() -> None:
-        manager = AsyncKernelManager(kernel_name="gpupool-python3")
+        manager = private_manager("gpupool-python3", AsyncKernelManager)
         await manager.start_kernel()
         info = await manager.provisioner.get_provisioner_info()
         other = GPUPoolProvisioner(kernel_id="x", kernel_spec=manager.kernel_spec, parent=None)
@@ -177,7 +177,7 @@ def test_request_has_the_options_of_the_kernelspec(
     name = install_spec(
         "asking", [sys.executable, *IPYKERNEL], {**asked, "attach": "manual", "group": "lab"}
     )
-    manager = KernelManager(kernel_name=name)
+    manager = private_manager(name)
     manager.start_kernel()
     manager.shutdown_kernel(now=True)
     opened = broker.wait_for("open")
@@ -207,7 +207,7 @@ def test_wrong_option_prevents_the_start_of_the_kernel(
     broker: ScriptedBroker, install_spec: Callable[..., str], config: Any, message: str
 ) -> None:
     name = install_spec("bad", [sys.executable, *IPYKERNEL], config)
-    manager = KernelManager(kernel_name=name)
+    manager = private_manager(name)
     with pytest.raises(GPUPoolError) as caught:
         manager.start_kernel()
     assert message in str(caught.value)
@@ -220,7 +220,7 @@ def test_refused_session_prevents_the_start_of_the_kernel(broker: ScriptedBroker
         raise RefusedError("You asked for 99 GiB and may have 16 GiB.", next_step="Ask for less.")
 
     broker.scripts["open"] = refuse
-    manager = KernelManager(kernel_name="gpupool-python3")
+    manager = private_manager("gpupool-python3")
     with pytest.raises(
         KernelNotStarted, match=r"99 GiB and may have 16 GiB\. Ask for less\."
     ) as no:
@@ -241,7 +241,7 @@ def test_kernel_ends_if_it_cannot_be_registered(broker: ScriptedBroker) -> None:
         raise RefusedError("There is no such process.")
 
     broker.scripts["launched"] = refuse
-    manager = KernelManager(kernel_name="gpupool-python3")
+    manager = private_manager("gpupool-python3")
     with pytest.raises(KernelNotStarted):
         manager.start_kernel()
     broker.wait_for("close")
@@ -250,7 +250,7 @@ def test_kernel_ends_if_it_cannot_be_registered(broker: ScriptedBroker) -> None:
 
 
 def test_kernel_can_end_after_the_death_of_the_broker(broker: ScriptedBroker) -> None:
-    manager = KernelManager(kernel_name="gpupool-python3")
+    manager = private_manager("gpupool-python3")
     manager.start_kernel()
     broker.wait_for("launched")
     broker.die()
@@ -262,7 +262,7 @@ def test_a_kernel_of_another_environment_gets_the_agent(
     broker: ScriptedBroker, install_spec: Callable[..., str], old_python: str
 ) -> None:
     name = install_spec("elsewhere", [old_python, *IPYKERNEL])
-    manager = KernelManager(kernel_name=name)
+    manager = private_manager(name)
     manager.start_kernel()
     try:
         assert broker.wait_for("hello")["session"] == "s1"
@@ -317,7 +317,7 @@ def test_kernel_without_agent_uses_the_guard_or_sees_no_device(
     broker.attach = attach
     broker.env = SESSION_GUARD if guard else {}
     name = install_spec("shell", ["sleep", "60"], config, language="bash")
-    manager = KernelManager(kernel_name=name)
+    manager = private_manager(name)
     manager.log.propagate = True
     assert started(manager)["CUDA_VISIBLE_DEVICES"] == visible
     assert broker.wait_for("open")["attach"] == asked
@@ -333,7 +333,7 @@ def test_guard_comes_before_the_emulator_and_user_libraries(
 ) -> None:
     broker.attach, broker.env = "lazy", SESSION_GUARD
     mine = {"LD_PRELOAD": "/none/jemalloc.so", "LD_LIBRARY_PATH": "/mine:/emulator"}
-    env = started(KernelManager(kernel_name=install_spec("shell", ["sleep", "60"], env=mine)))
+    env = started(private_manager(install_spec("shell", ["sleep", "60"], env=mine)))
     assert env["LD_PRELOAD"] == f"{SESSION_GUARD['LD_PRELOAD']}:/none/jemalloc.so"
     assert env["LD_LIBRARY_PATH"] == "/run/pool/gpupool-guard:/emulator:/mine"
 
@@ -350,7 +350,7 @@ def test_kernel_does_not_inherit_the_page_of_the_outer_session(
     monkeypatch.setenv("GPUPOOL_PAGE", "/run/outer/s7")
     monkeypatch.setenv("GPUPOOL_VISIBLE", "GPU-outer")
     broker.env = inner
-    env = started(KernelManager(kernel_name=install_spec("shell", ["sleep", "60"])))
+    env = started(private_manager(install_spec("shell", ["sleep", "60"])))
     assert env.get("LD_PRELOAD") == inner.get("LD_PRELOAD")
     paths = inner.get("LD_LIBRARY_PATH", "")
     assert env["LD_LIBRARY_PATH"] == (f"{paths}:/mine" if paths else "/mine")
@@ -415,6 +415,6 @@ def test_every_option_is_described() -> None:
 
 def test_bad_configuration_names_the_option(broker: ScriptedBroker) -> None:
     config = Config({"GPUPoolProvisioner": {"memory": "lots"}})
-    manager = KernelManager(kernel_name="gpupool-python3", config=config)
+    manager = private_manager("gpupool-python3", config=config)
     with pytest.raises(KernelNotStarted, match=r"GPUPoolProvisioner\.memory: 'lots' is not a size"):
         manager.start_kernel()
