@@ -250,6 +250,7 @@ class BoxKernel:
         sockets = [Path(f"{box.shared / name}-{at}") for at in ports.values()]
         wait_until(lambda: self._listens(sockets), "the kernel's sockets")
         self.client.start_channels(hb=False)
+        self.client.wait_for_ready(timeout=120)
         self.run("")
 
     def _listens(self, sockets):

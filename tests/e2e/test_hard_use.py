@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from . import cells
-from .kit import MiB, until
+from .kit import MiB, runs, until
 from .scenes import DATA, play, release, state, suspended
 from .test_lifecycle import MACHINE, SLICE
 
@@ -392,10 +392,7 @@ def test_failed_resume_loses_only_its_own_session(pool):
         said = []
         cell = asyncio.create_task(doomed.run("block.verify()", timeout=100))
         await until(lambda: doomed.session() is None, "the lost session to end", timeout=30)
-        await until(
-            lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE,
-            "the lost kernel to end",
-        )
+        await until(lambda: not runs(process), "the lost kernel to end")
         cell.cancel()
         await asyncio.gather(cell, return_exceptions=True)
         said = [row["reason"] for row in pool.journal() if row["kind"] == "lost"]

@@ -443,7 +443,7 @@ def test_an_interrupt_also_ends_the_wait_of_a_worker_thread(pool):
         await state(waiting, "queued")
         await waiting.interrupt()
         assert (await cell).ename == "KeyboardInterrupt"
-        done = (await waiting.run("worker.join(1); print(worker.is_alive(), *ended)")).check()
+        done = (await waiting.run("worker.join(60); print(worker.is_alive(), *ended)")).check()
         assert done.text.startswith("False"), done.text
         assert "CUDA_ERROR_SYSTEM_NOT_READY" in done.text, done.text
         await state(waiting, "detached")

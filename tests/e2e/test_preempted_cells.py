@@ -18,7 +18,7 @@ SLICE = 400 * MiB  # a GPU has no room for two of these
 #: Options of the pool: a kernel of a higher class may take the GPU of a running cell at once.
 RULES = {
     "default_memory": SLICE,
-    "quiet_after": 0.5,
+    "quiet_after": 2.0,
     "priority_classes": {"batch": 0, "urgent": 10},
     "default_priority": "batch",
     "preempt": ["class"],
@@ -81,7 +81,7 @@ def test_preempted_cell_shows_the_reason_and_continues(pool, attach):
             lambda: "host memory" in worker.latest.displays[-1], "what happened",
             show=lambda: worker.latest.displays,
         )  # fmt: skip
-        assert worker.session()["state"] == "queued"
+        await state(worker, "queued")
         release.touch()
         (await other).check()
         await until(lambda: worker.session()["resumes"], "its return", show=worker.session)

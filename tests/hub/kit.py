@@ -248,7 +248,14 @@ c.Spawner.default_url = "/tree"
             assert answer.status_code == 201, (answer.text, self.tail())
             running = answer.json()["id"]
         channels = f"ws://{base}/{running}/channels"
-        cells = Cells(websocket.create_connection(channels, header=headers, timeout=240))
+
+        def connected():
+            # The proxy waits 20 s for the server, and the server waits until the kernel answers.
+            # On a busy machine, the kernel may start more slowly.
+            with suppress(websocket.WebSocketBadStatusException):
+                return websocket.create_connection(channels, header=headers, timeout=240)
+
+        cells = Cells(wait_until(connected, f"a websocket to the kernel: {self.tail()}", 240))
         self._cells.append(cells)
         return cells
 

@@ -36,20 +36,21 @@ def test_an_attached_cell_makes_no_round_trip(broker: ScriptedBroker, kernel: Ke
 
 def test_wait_in_a_cell_is_shown_and_removed(broker: ScriptedBroker, kernel: Kernel) -> None:
     broker.hold_back()
+    # The text about the time left stays the same for minutes, so the agent sends no update for it.
     broker.push(
-        "queue", position=2, length=3, waited=0.0, left=[24.0, 58.0], reason="Alice has it."
+        "queue", position=2, length=3, waited=0.0, left=[2400.0, 3500.0], reason="Alice has it."
     )
     kernel.run("%gpu pool")  # after this answer, the agent has read the push
     cell = kernel.start("print('hi')")
     hold = broker.wait_for("hold")["hold"]
     shown = cell.until("display_data")["content"]
     assert shown["data"]["text/plain"].startswith(
-        "Waiting for a GPU slice of 4 GiB: position 2 of 3, 20 to 60 s left. Alice has it."
+        "Waiting for a GPU slice of 4 GiB: position 2 of 3, 30 to 60 min left. Alice has it."
     )
     assert "position 2 of 3" in shown["data"]["text/html"]
     # JupyterLab finds the output by this field.
     assert shown["metadata"] == {"gpupool": {"wait": True}}
-    broker.push("queue", position=1, length=2, waited=0.0, left=None, reason="")
+    broker.push("queue", position=1, length=2, waited=0.0, left=[2400.0, 3500.0], reason="")
     update = cell.until("update_display_data")["content"]
     assert update["transient"] == shown["transient"]
     assert "position 1 of 2" in update["data"]["text/plain"]

@@ -102,19 +102,31 @@ def test_thread_sends_one_report_after_another():
     assert not thread.is_alive()
 
 
+NO_HOLD = {"tags": ["no-gpu"]}
+
+
+def report_late(kernel: Kernel) -> None:
+    """Make the kernel's agent report holds after an hour, in place of a moment.
+
+    The cell takes no hold. A hold would start the thread that sends reports, and that thread could
+    read either interval.
+    """
+    code = "import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600"
+    assert kernel.run(code, metadata=NO_HOLD).status == "ok"
+
+
 def test_earlier_cells_are_reported_before_a_request(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     """The agent first reports that the cell has ended. Otherwise the broker refuses the release."""
     kernel.run("pass")
+    broker.wait_for("drop")
+    report_late(kernel)
     kernel.run(
-        "import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600\n"
         "from jupyter_gpupool.kernel import _agents\n"
-        "reported = next(iter(_agents.values())).link._reports"
+        "reported = next(iter(_agents.values())).link._reports",
+        metadata=NO_HOLD,
     )
-    # The thread that sends reports may still wait with the old interval. It uses the new interval
-    # after its next report.
-    broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
     assert kernel.value("reported._over[0][:5]") == "'cell-'"
     before = len(broker.messages)
@@ -133,10 +145,8 @@ def test_finished_short_cell_is_reported_before_a_yield(
     Otherwise a series of short cells could keep another kernel waiting.
     """
     kernel.run("pass")
-    kernel.run("import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600")
-    # The thread that sends reports may still wait with the old interval. It uses the new interval
-    # after its next report.
-    broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
+    broker.wait_for("drop")
+    report_late(kernel)
     kernel.run("pass")
     before = len(broker.messages)
     assert broker.ask_back()["yielded"] is True

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import jupyter_kernel_test
@@ -17,11 +19,12 @@ import nbformat
 import pexpect
 import psutil
 import pytest
-from harness import private_manager
+from harness import private_connection_file, private_manager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat.v4 import new_code_cell, new_notebook
 from scripted_broker import ScriptedBroker
+from traitlets.config import Config
 
 from jupyter_gpupool.errors import RefusedError
 
@@ -30,6 +33,12 @@ def notebook(*cells: str) -> Any:
     found = new_notebook(cells=[new_code_cell(source) for source in cells])
     found.metadata.kernelspec = {"name": "gpupool-python3", "display_name": "x"}
     return found
+
+
+def client(book: Any, **options: Any) -> NotebookClient:
+    """Return a client whose kernel has its own Unix sockets, like :func:`private_manager`."""
+    manager = {"transport": "ipc", "connection_file": private_connection_file()}
+    return NotebookClient(book, config=Config({"KernelManager": manager}), **options)
 
 
 def outputs(book: Any) -> list[Any]:
@@ -57,7 +66,7 @@ def test_saved_notebook_has_no_trace_of_the_wait(
     broker.hold_back()
     book = notebook("print('hi')", "1 + 1")
     in_background(queue_then_grant, broker, 1)
-    NotebookClient(book, timeout=60).execute()
+    client(book, timeout=60).execute()
     assert outputs(book) == [[{"text": "hi\n"}], [{"data": {"text/plain": "2"}}]]
     nbformat.validate(book)
 
@@ -70,7 +79,7 @@ def test_nbclient_counts_the_wait_in_its_timeout(broker: ScriptedBroker) -> None
     broker.hold_back()
     book = notebook("print('hi')")
     with pytest.raises(CellTimeoutError):
-        NotebookClient(book, timeout=1, interrupt_on_timeout=False).execute()
+        client(book, timeout=1, interrupt_on_timeout=False).execute()
     broker.wait_for("close")
     assert broker.sessions == {}
 
@@ -82,7 +91,7 @@ def test_refused_cell_stops_the_run_of_a_notebook(broker: ScriptedBroker) -> Non
     broker.scripts["hold"] = refuse
     book = notebook("ran = True", "print('never')")
     with pytest.raises(CellExecutionError, match="You have waited 60 s"):
-        NotebookClient(book, timeout=60).execute()
+        client(book, timeout=60).execute()
     assert outputs(book)[1] == []
 
 
@@ -159,17 +168,18 @@ def test_console_runs_cells_in_its_own_pooled_kernel(
         console.sendline("print(6 * 7)")
         console.expect("42")
         broker.wait_for("drop", count=holds + 1)
+        kernel = psutil.Process(broker.wait_for("launched")["pid"])
         console.sendline("quit()")
         console.expect(pexpect.EOF)
     finally:
         console.close(force=True)
     # The console ends its kernel, but the broker gets no message. A real broker would see that the
     # kernel's process has ended.
-    pid = broker.wait_for("launched")["pid"]
     deadline = time.monotonic() + 30
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    with suppress(psutil.NoSuchProcess):
+        while kernel.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def test_console_can_join_a_running_kernel(broker: ScriptedBroker, tmp_path: Path) -> None:
@@ -216,7 +226,13 @@ class TestConformance(jupyter_kernel_test.KernelTests):
         cls.folder = tempfile.TemporaryDirectory(prefix="gpupool-")
         cls.broker = ScriptedBroker(Path(cls.folder.name) / "broker.sock").start()
         cls.patch.setenv("GPUPOOL_SOCKET", str(cls.broker.path))
-        super().setUpClass()
+        cls.patch.setattr(jupyter_kernel_test, "TIMEOUT", 60)
+        # The suite's own method starts the kernel with TCP.
+        cls.km = private_manager(cls.kernel_name)
+        cls.km.start_kernel()
+        cls.kc = cls.km.client()
+        cls.kc.start_channels()
+        cls.kc.wait_for_ready(timeout=60)
 
     @classmethod
     def tearDownClass(cls) -> None:
@@ -226,6 +242,42 @@ class TestConformance(jupyter_kernel_test.KernelTests):
         cls.folder.cleanup()
         assert cls.broker.problems == []
         assert cls.broker.live_holds() == set()
+
+    def execute_helper(self, *args: Any, **options: Any) -> Any:
+        """Run a cell, and wait for each of its messages for a minute; the suite waits for 0.1 s.
+
+        On a busy machine, the kernel may take longer, because it sends the reply before ``idle``.
+        """
+        get = self.kc.iopub_channel.get_msg
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.kc.iopub_channel, "get_msg", lambda timeout: get(timeout=60))
+            return super().execute_helper(*args, **{"timeout": 60, **options})
+
+    def flush_channels(self) -> None:
+        """Read all messages of earlier requests.
+
+        The suite reads until no message comes for 0.1 s, and so may miss a late ``idle``.
+        """
+        while not self._idle_after(self.kc.kernel_info()):
+            pass
+        super().flush_channels()
+
+    def _idle_after(self, request: str) -> bool:
+        """Read the reply to a request and its ``idle``, and all messages before them.
+
+        Return False if no ``idle`` comes in 10 s. The kernel may have sent it before the client had
+        subscribed to the outputs.
+        """
+        while self.kc.get_shell_msg(timeout=60)["parent_header"].get("msg_id") != request:
+            pass
+        try:
+            while True:
+                message = self.kc.get_iopub_msg(timeout=10)
+                ended = message["content"].get("execution_state") == "idle"
+                if ended and message["parent_header"].get("msg_id") == request:
+                    return True
+        except Empty:
+            return False
 
     kernel_name = "gpupool-python3"
     language_name = "python"

@@ -97,7 +97,14 @@ class Channel:
             "version": "5.3",
             "date": "2026-01-01T00:00:00Z",
         }
-        content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
+        # With ``stop_on_error``, ipykernel could abort the request that follows a failed one.
+        content = {
+            "code": code,
+            "silent": False,
+            "store_history": True,
+            "allow_stdin": False,
+            "stop_on_error": False,
+        }
         self.socket.send(
             json.dumps(
                 {
@@ -236,11 +243,11 @@ def test_kernels_end_when_their_server_is_killed(
 ) -> None:
     jupyter = server()
     jupyter.open()
-    pid = broker.wait_for("launched")["pid"]
+    kernel = psutil.Process(broker.wait_for("launched")["pid"])
     broker.wait_for("hello")
     jupyter.process.kill()
     jupyter.process.wait()
-    psutil.Process(pid).wait(30)
+    kernel.wait(30)
 
 
 def test_pool_can_be_the_default_provisioner(

@@ -191,7 +191,14 @@ class Cells:
             "version": "5.3",
             "date": "2026-01-01T00:00:00Z",
         }
-        content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
+        # With ``stop_on_error``, ipykernel could abort the request that follows a failed one.
+        content = {
+            "code": code,
+            "silent": False,
+            "store_history": True,
+            "allow_stdin": False,
+            "stop_on_error": False,
+        }
         message = {
             "header": header,
             "parent_header": {},
