@@ -87,8 +87,7 @@ class CallWaits:
         self._kernel = kernel
         self._link = link
         self._guard = guard
-        #: Protects the displays. A request also ends under this lock. Otherwise the watching thread
-        #: could show the line in a cell that has just ended, and nothing would clear the line.
+        #: Protects the displays.
         self._lock = threading.Lock()
         self._running: dict[int, RunningRequest] = {}
         self._keys = itertools.count(1)
@@ -140,10 +139,13 @@ class CallWaits:
         Return True if a CUDA call of the request has waited for a slice and the kernel still has
         none.
         """
+        # Remove the request before the wait for the lock, because an interrupt may end this wait.
+        running = self._running.pop(key)
+        # If the watching thread has found this request, it shows it before it releases the lock.
         with self._lock:
-            running = self._running.pop(key)
+            shown = running.display is not None
         waits = running.waits and not self._link.attached
-        if running.display is not None:
+        if shown:
             self._clear(running)
         return waits
 

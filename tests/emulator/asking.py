@@ -5,6 +5,7 @@
 A worker process suspends other processes, and reads their memory from NVML.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 #: Statements to pass to ``machine.target().do``.
@@ -29,6 +30,10 @@ _ = 1
 
 def on_devices(pid):
     """Return how many bytes of a process's device memory are on a device, not in host memory."""
-    files = [file.stat() for file in Path(f"/proc/{pid}/fd").iterdir()
-             if str(file.readlink()).startswith("/memfd:emucuda-device")]  # fmt: skip
-    return sum({found.st_ino: found.st_blocks * 512 for found in files}.values())
+    sizes = {}
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # the process has closed it since
+            if str(file.readlink()).startswith("/memfd:emucuda-device"):
+                found = file.stat()
+                sizes[found.st_ino] = found.st_blocks * 512
+    return sum(sizes.values())
