@@ -109,7 +109,7 @@ def read_failures(socket: Path) -> Failures:
             deaths=tuple(float(at) for at in found.get("deaths", ())),
             counted=int(found.get("counted", 0)),
         )
-    except (GPUPoolError, TypeError, ValueError):
+    except (GPUPoolError, TypeError, ValueError, OverflowError):
         return Failures()
 
 

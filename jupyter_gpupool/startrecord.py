@@ -209,7 +209,7 @@ def read_record_file(path: Path) -> StartRecord | None:
             socket=str(found.get("socket", "")),
             files={str(k): str(v) for k, v in found.get("files", {}).items()},
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise _bad(path, "is not a record of a broker's start") from None
     if not record.command or not record.command[0].startswith("/"):
         raise _bad(path, "names no program")
@@ -393,7 +393,7 @@ def read_private(path: Path) -> dict[str, Any] | None:
         os.close(descriptor)
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _bad(path, "is not JSON") from None
     if not isinstance(value, dict):
         raise _bad(path, "is not a JSON object")

@@ -155,6 +155,16 @@ def test_failed_call_names_a_start_that_has_just_failed(socket: Path) -> None:
     assert "/x.log" in line
 
 
+@pytest.mark.parametrize(
+    "text", ["", "{", "null", "[" * 50_000, '{"count": 1e400}', '{"due": "soon"}', '{"starts": 1}']
+)
+def test_unreadable_record_of_failed_starts_is_no_reason(socket: Path, text: str) -> None:
+    startfailures.note_failure(socket, startfailures.Failures(), "x", "y", final=True)
+    startfailures.failures_path(socket).write_text(text)
+    link = SessionLink(socket, "s1", "token")
+    assert "has not answered yet" in link.unavailable().message
+
+
 def test_kernel_only_waits_for_the_machines_broker(started: Path) -> None:
     one = reviver(Path("/run/gpupool/broker.sock"), started)
     # systemd owns this socket and accepts connections for the broker. So an attempt to connect

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-import uuid
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -24,6 +23,7 @@ from scripted_broker import ScriptedBroker
 from jupyter_gpupool.errors import RefusedError
 from tests.broker import forks
 from tests.ports import free_port
+from tests.server.kit import execute_request
 
 
 class Server:
@@ -88,36 +88,9 @@ class Channel:
         self.socket = websocket.create_connection(url, timeout=60)
 
     def execute(self, code: str) -> str:
-        msg_id = uuid.uuid4().hex
-        header = {
-            "msg_id": msg_id,
-            "msg_type": "execute_request",
-            "username": "me",
-            "session": "test",
-            "version": "5.3",
-            "date": "2026-01-01T00:00:00Z",
-        }
-        # With ``stop_on_error``, ipykernel could abort the request that follows a failed one.
-        content = {
-            "code": code,
-            "silent": False,
-            "store_history": True,
-            "allow_stdin": False,
-            "stop_on_error": False,
-        }
-        self.socket.send(
-            json.dumps(
-                {
-                    "header": header,
-                    "parent_header": {},
-                    "metadata": {},
-                    "content": content,
-                    "channel": "shell",
-                    "buffers": [],
-                }
-            )
-        )
-        return msg_id
+        name, text = execute_request(code)
+        self.socket.send(text)
+        return str(name)
 
     def until(self, wanted: Callable[[Any], bool]) -> Any:
         while True:

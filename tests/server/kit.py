@@ -175,6 +175,38 @@ class Events:
         self.socket.close()
 
 
+def execute_request(code):
+    """Return the id of a request to run a cell, and the request as a websocket's text.
+
+    ipykernel does not abort the next request if this one fails.
+    """
+    name = os.urandom(8).hex()
+    header = {
+        "msg_id": name,
+        "msg_type": "execute_request",
+        "username": "u",
+        "session": "s",
+        "version": "5.3",
+        "date": "2026-01-01T00:00:00Z",
+    }
+    content = {
+        "code": code,
+        "silent": False,
+        "store_history": True,
+        "allow_stdin": False,
+        "stop_on_error": False,
+    }
+    message = {
+        "header": header,
+        "parent_header": {},
+        "metadata": {},
+        "content": content,
+        "channel": "shell",
+        "buffers": [],
+    }
+    return name, json.dumps(message)
+
+
 class Cells:
     """The channels of one kernel."""
 
@@ -182,32 +214,8 @@ class Cells:
         self.socket = socket
 
     def begin(self, code):
-        name = os.urandom(8).hex()
-        header = {
-            "msg_id": name,
-            "msg_type": "execute_request",
-            "username": "u",
-            "session": "s",
-            "version": "5.3",
-            "date": "2026-01-01T00:00:00Z",
-        }
-        # With ``stop_on_error``, ipykernel could abort the request that follows a failed one.
-        content = {
-            "code": code,
-            "silent": False,
-            "store_history": True,
-            "allow_stdin": False,
-            "stop_on_error": False,
-        }
-        message = {
-            "header": header,
-            "parent_header": {},
-            "metadata": {},
-            "content": content,
-            "channel": "shell",
-            "buffers": [],
-        }
-        self.socket.send(json.dumps(message))
+        name, text = execute_request(code)
+        self.socket.send(text)
         return name
 
     def end(self, name):
